@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from moe_ffn.interop.diff import diff
     from moe_ffn.model.decoder import Decoder, DecoderConfig
     from moe_ffn.runs.reader import load_run
+    from moe_ffn.training.recovery import TrainingError
     from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
 
 __version__ = "0.2.0"
@@ -75,6 +76,7 @@ __all__ = [
     "SoftMoEConfig",
     "TokenContext",
     "TopKRouterConfig",
+    "TrainingError",
     "audit",
     "build_ffn",
     "diff",
@@ -95,6 +97,7 @@ _LAZY = {
     "diff": "moe_ffn.interop.diff",
     "load_run": "moe_ffn.runs.reader",
     "train": "moe_ffn.cli.train",
+    "TrainingError": "moe_ffn.training.recovery",
     **dict.fromkeys(
         ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.weights.pretrained"
     ),

@@ -186,7 +186,7 @@ class Trial:
         if isinstance(value, kind):
             return value
         raise self.error(
-            f"{function} returned {show_value(value)}, but must return {_a(kind)}{hint}"
+            f"{function} returned {describe_value(value)}, but must return {_a(kind)}{hint}"
         )
 
     def built(self, built: Any, kind: type[Kind]) -> Kind:
@@ -197,7 +197,9 @@ class Trial:
     def require_like(self, value: Any, x: Tensor, name: str) -> Tensor:
         """Return `value` if it is a finite tensor with the shape and dtype of `x`; otherwise raise."""
         if not isinstance(value, Tensor) or (value.shape, value.dtype) != (x.shape, x.dtype):
-            raise self.error(f"{name} is {show_value(value)}, but must be like x, {show_value(x)}")
+            raise self.error(
+                f"{name} is {describe_value(value)}, but must be like x, {describe_value(x)}"
+            )
         if not value.isfinite().all():
             raise self.error(f"{name} contains NaN or infinity, although x is finite")
         return value
@@ -267,7 +269,9 @@ class Trial:
             )
         for name, expected in {"num_tokens": num_tokens, "num_experts": num_experts}.items():
             if (value := getattr(routing, name)) != expected:
-                raise self.error(f"its routing has {name} {show_value(value)}, expected {expected}")
+                raise self.error(
+                    f"its routing has {name} {describe_value(value)}, expected {expected}"
+                )
         for name, end in {"token_ids_N": num_tokens, "expert_ids_N": num_experts}.items():
             ids = getattr(routing, name)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
@@ -278,8 +282,8 @@ class Trial:
                 token for token in range(num_tokens) for _ in range(k)
             ]:
                 raise self.error(
-                    f"its routing has pairs_per_token {show_value(k)}, but token_ids_N does not list every "
-                    "token this many times, in order"
+                    f"its routing has pairs_per_token {describe_value(k)}, but token_ids_N does not list "
+                    "every token this many times, in order"
                 )
         return routing
 
@@ -386,7 +390,7 @@ class Trial:
             self.require_like(output.hidden, x, "hidden")
             if not isinstance(output.routings, dict):
                 raise self.error(
-                    f"routings is {show_value(output.routings)}, but must be a dict, as in "
+                    f"routings is {describe_value(output.routings)}, but must be a dict, as in "
                     "FFNOutput(hidden, {'routing': routing})"
                 )
             for routing in output.routings.values():
@@ -558,7 +562,7 @@ def move_off_zero(module: nn.Module) -> None:
             parameter.add_(0.03)
 
 
-def show_value(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describe a value for a message: `a tensor of shape (2, 8) and torch.float32`, `a Linear`."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"

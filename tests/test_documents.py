@@ -1,13 +1,15 @@
-"""The documents that people and tools look for hold what they should."""
+"""The documents that people and tools look for, and what the pages of explanation print."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 import statistics
 import tomllib
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -79,3 +81,40 @@ def test_the_table_of_pruned_experts_has_the_recorded_losses() -> None:
         cells = [num_experts, f"{1 - int(num_experts) / every:.0%}", *(f"{x:.4f}" for (x,) in ones)]
         cells.append(f"{statistics.fmean(draws):.4f} ± {statistics.stdev(draws):.4f}")
         assert f"| {' | '.join(cells)} |\n" in text
+
+
+EXPLANATION_FOLDER = ROOT / "docs" / "explanation"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXPLANATIONS = sorted(
+    path.name for path in EXPLANATION_FOLDER.glob("*.md") if "```python" in path.read_text("utf-8")
+)
+BLOCKS = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", EXPLANATIONS)
+def test_a_page_prints_what_it_shows(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {}
+    for code, shown in BLOCKS.findall((EXPLANATION_FOLDER / name).read_text(encoding="utf-8")):
+        exec(compile(code, name, "exec"), names)
+        assert capsys.readouterr().out == shown, code
+
+
+def test_the_figures_are_what_their_program_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(str(EXPLANATION_FOLDER / "figures.py"))["draw"](tmp_path)
+
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    kept = {
+        p.name: p.read_text(encoding="utf-8") for p in (EXPLANATION_FOLDER / "figures").iterdir()
+    }
+    assert drawn == kept
+    pages = "".join(
+        (EXPLANATION_FOLDER / name).read_text(encoding="utf-8") for name in EXPLANATIONS
+    )
+    used = set(re.findall(r"\((?:docs/explanation/)?(figures/\S+)\)", pages + README))
+    assert {f"figures/{name}" for name in kept} == used

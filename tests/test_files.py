@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever happens while they are written."""
+"""Files that are atomic, JSON that may be damaged, and the messages about a disk that fails."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from unittest.mock import Mock
 
 import pytest
 
+from moe_ffn import files
 from moe_ffn.files import (
+    QUIET_SECONDS,
+    WriteFailures,
     kind_of,
     open_file,
+    parse_object,
     read_bytes,
+    read_object,
     remove_unfinished,
     replacing,
     sync_folder,
@@ -136,3 +141,69 @@ def test_a_link_is_read_but_not_written_through_and_may_be_replaced(tmp_path: Pa
 
     assert (path.read_text(), kind_of(path)) == ("content", "a file")
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+DEEP = "[" * 100_000
+
+
+def test_an_object_is_read_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": [1, 2.5, null]}')
+
+    assert read_object(tmp_path / "a.json") == {"a": [1, 2.5, None]}
+    assert parse_object("{}") == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "3", '{"a": 1', f'{{"a": {"9" * 5_000}}}', DEEP]
+)
+def test_anything_else_is_none(text: str) -> None:
+    assert parse_object(text) is None
+
+
+def test_a_file_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    (tmp_path / "bytes.json").write_bytes(b'{"a": "\xff"}')
+
+    assert read_object(tmp_path / "bytes.json") is None
+    assert read_object(tmp_path / "missing.json") is None
+    assert read_object(tmp_path) is None
+
+
+FULL = OSError(28, "No space left on device")
+FAILS = (
+    "disk: 'run' cannot be written (No space left on device); training continues and tries again"
+)
+WORKS = "disk: 'run' can be written again"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Its last entry is the time."""
+    times = [0.0]
+    monkeypatch.setattr(files.time, "monotonic", lambda: times[-1])
+    return times
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_problem_that_comes_and_goes_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    disk = WriteFailures(Path("run"))
+
+    for _ in range(3):
+        disk.failed(FULL)
+        disk.failed(FULL)
+        disk.succeeded()
+        disk.succeeded()
+
+    assert capsys.readouterr().err.splitlines() == [FAILS, WORKS]
+
+
+def test_a_later_failure_is_reported_again(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = WriteFailures(Path("run"))
+
+    disk.failed(FULL)
+    disk.succeeded()
+    clock.append(QUIET_SECONDS + 1)
+    disk.failed(FULL)
+
+    assert capsys.readouterr().err.splitlines() == [FAILS, WORKS, FAILS]

@@ -65,6 +65,7 @@ MAY_IMPORT["__init__"] = FOUNDATION | {
     "ffn",
     "model",
     "runs",  # `load_run`, when it is asked for
+    "training",  # `TrainingError`, as well
     "weights",  # `load_pretrained`, as well
     "cli",  # `train`, as well
     "interop",  # `diff`, as well

@@ -17,7 +17,7 @@ import torch
 import moe_ffn
 from moe_ffn.cli.train import parse
 from moe_ffn.config.yaml_files import merge
-from tests.helpers.documented import python_with
+from tests.helpers.cases import python_with
 from tests.helpers.tiny_runs import ForkedTraining
 
 ROOT = Path(__file__).parent.parent

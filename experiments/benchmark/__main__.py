@@ -33,6 +33,7 @@ SUITES: dict[str, Callable[[Session], None]] = {
     "live_models": models.live_models,
     "training": models.training,
     "memory": suites.memory,
+    "adapters": suites.adapters,
     "gpu": suites.gpu,
 }
 """Suites by name; the help shows the first line of each docstring."""

@@ -210,7 +210,9 @@ class Session:
             [
                 name,
                 *(
-                    amount(results[case, name].median) if (case, name) in results else "-"
+                    amount(results[case, name].median, results[case, name].unit)
+                    if (case, name) in results
+                    else "-"
                     for case in cases
                 ),
                 ratio(results, (cases[-1], name), (cases[0], name)),

@@ -9,16 +9,31 @@ T tokens, D model width, E experts, F expert width
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmark.layers import AUTO, DENSE, Case, Layer, dtype_of, in_evaluation
+from experiments.benchmark.layers import (
+    AUTO,
+    DENSE,
+    Case,
+    Layer,
+    compare,
+    dtype_of,
+    in_evaluation,
+    moe_layer,
+    outcome,
+    weights_of,
+)
 from experiments.benchmark.peers import (
     HF_BATCHED,
     HF_EAGER,
     HF_GROUPED,
+    PEERS,
     REFERENCE,
     SCATTERMOE,
     TRAINING_PEERS,
@@ -249,3 +264,90 @@ def saved_bytes(module: nn.Module, x: Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(x)
     return sum(saved[key].untyped_storage().nbytes() for key in saved.keys() - uncounted)
+
+
+# -------------------------------------------------------------------------------------- adapters
+
+ADAPTED = Shape(2048, 256, 128, 64, 4, "fp32")
+RANK = 16
+PEFT, FUSED, PEFT_ON_HF = "peft", "fuse_adapters", "peft on HF grouped_mm"
+
+TOKENS = (256, 512, 1024, 2048)
+
+MAX_ADAPTED = 0.5
+"""Maximum ratio of time and peak memory to peft's."""
+
+
+def adapters(session: Session) -> None:
+    """A training step of LoRA on experts, by peft alone and by our kernels; needs peft."""
+    try:
+        from peft import LoraConfig, get_peft_model
+
+        from moe_ffn.interop import fuse_adapters
+    except ImportError:
+        session.say("not measured, because peft is not installed")
+        return
+    sizes = {f"T {t}": replace(ADAPTED, num_tokens=t) for t in TOKENS}
+    session.say(f"{ADAPTED} and fewer tokens, rank {RANK}, forward and backward, median")
+
+    def adapted(module: nn.Module, *names: str) -> nn.Module:
+        config = LoraConfig(
+            r=RANK,
+            init_lora_weights=False,
+            target_modules=[],
+            target_parameters=[f"experts.{name}" for name in names],
+        )
+        torch.manual_seed(0)
+        # A copy, because peft changes the module that it is given.
+        return get_peft_model(deepcopy(module), config)
+
+    candidates: list[Candidate] = []
+    for name, shape in sizes.items():
+        case = Case.of(shape, session.device)
+        ours = moe_layer(shape, "auto", session.device)
+        ours.load_state_dict(case.source.state_dict())
+        modules = {
+            PEFT: adapted(ours, "gate_up", "down"),
+            FUSED: fuse_adapters(adapted(ours, "gate_up", "down")),
+        }
+        if PEERS[HF_GROUPED].is_installed:
+            theirs = PEERS[HF_GROUPED].build(weights_of(case.source), shape)
+            modules[PEFT_ON_HF] = adapted(theirs, "gate_up_proj", "down_proj")
+        expected = outcome(modules[PEFT], case.tokens)
+        for layer_name, module in modules.items():
+            computes = compare(outcome(module, case.tokens), expected)
+            layer = Layer(layer_name, module, computes)
+            candidates.append(Candidate.training(layer, case.tokens, name))
+    results = session.time(candidates)
+    session.show_grid(results)
+    session.say("peak memory in addition to weights and input")
+    peaks = {
+        each.key: result([peak_bytes(each, session.device)], "B", each.computes)
+        for each in candidates
+    }
+    session.show_grid(peaks)
+    for what, measured in (("time", results), ("peak memory", peaks)):
+        for name in sizes:
+            ours, theirs, claim = (name, FUSED), (name, PEFT), f"{what} / {PEFT}, {name}"
+            session.check_target(
+                claim, MAX_ADAPTED, measured, ours, theirs, anywhere=what != "time"
+            )
+
+
+def peak_bytes(candidate: Candidate, device: torch.device) -> int:
+    """Return the peak of the memory that a run allocates through torch."""
+    candidate.reset()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        candidate.run()
+        return torch.cuda.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        candidate.run()
+    candidate.reset()
+    results: Any = getattr(profiler.profiler, "kineto_results")  # noqa: B009  # typed nowhere
+    events = results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes))

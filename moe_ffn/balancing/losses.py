@@ -309,10 +309,10 @@ class BalancingLoss:
     `model`: the function takes the Routings of all layers. `step`: the function takes a Routing and its
     layer's counts over all batches and ranks of the step, and the loss is its mean over layers."""
 
-    concerns: Callable[[Routing], bool] = lambda _: True
+    applies_to: Callable[[Routing], bool] = lambda _: True
     """Return True for layers that contribute to the loss."""
 
-    always_shown: bool = False
+    logged_at_zero_weight: bool = False
     """Compute and log the loss even if its weight is 0."""
 
     weight_set_by_rule: bool = False
@@ -327,13 +327,13 @@ class BalancingLoss:
     def value(
         self, routings: Mapping[str, Routing], totals: StepTotals | None = None
     ) -> Tensor | None:
-        """Return the unweighted loss, a scalar; None if it concerns no layer.
+        """Return the unweighted loss, a scalar; None if it applies to no layer.
 
         Args:
             routings: routing of each layer.
             totals: totals of the optimizer step; None if this batch is the whole step.
         """
-        layers = {name: routing for name, routing in routings.items() if self.concerns(routing)}
+        layers = {name: routing for name, routing in routings.items() if self.applies_to(routing)}
         if not layers:
             return None
         if self.scope == "model":
@@ -351,7 +351,7 @@ class BalancingLoss:
 BALANCING_LOSSES: dict[str, BalancingLoss] = {
     "load_balance": BalancingLoss(
         load_balancing_loss,
-        always_shown=True,
+        logged_at_zero_weight=True,
         note="Load balance is 1 if all experts get equal numbers of tokens.",
     ),
     "load_balance_sequence": BalancingLoss(sequence_load_balancing_loss),
@@ -360,9 +360,9 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     "router_z": BalancingLoss(
         router_z_loss,
         # Not for ReLU routers: with negative logits they choose no expert and have no gradient to recover.
-        concerns=lambda routing: not isinstance(routing, SparsityTargetRouting),
-        always_shown=True,
-        note="Router z is in squared nats.",
+        applies_to=lambda routing: not isinstance(routing, SparsityTargetRouting),
+        logged_at_zero_weight=True,
+        note="Router z is the mean of logsumexp(logits)².",
     ),
     "router_entropy": BalancingLoss(router_entropy_loss, note="Router entropy is in nats."),
     "load_balance_pooled": BalancingLoss(
@@ -373,8 +373,8 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     ),
     "relu_sparsity": BalancingLoss(
         relu_sparsity_loss,
-        concerns=lambda routing: isinstance(routing, SparsityTargetRouting),
-        always_shown=True,
+        applies_to=lambda routing: isinstance(routing, SparsityTargetRouting),
+        logged_at_zero_weight=True,
         weight_set_by_rule=True,
     ),
 }

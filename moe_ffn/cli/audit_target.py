@@ -22,7 +22,7 @@ from moe_ffn.interop.transformers_folder import (
     is_adapter_folder,
     is_transformers_folder,
     load_adapter,
-    load_tokenizer,
+    load_hf_tokenizer,
     load_with_info,
 )
 from moe_ffn.report.inspect.text import text_of_run
@@ -80,7 +80,7 @@ def load_target(
     if is_transformers_folder(folder):
         model, info = load_with_info(folder)
         ids_BS, name = _batch(
-            partial(encode_utf8, load_tokenizer(folder)[0]), text, num_tokens, _max_length(model)
+            partial(encode_utf8, load_hf_tokenizer(folder)[0]), text, num_tokens, _max_length(model)
         )
         return Target(model, ids_BS, name, tuple(_loading(info)))
     check_has_weights(folder)

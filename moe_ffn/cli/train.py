@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.exit import EXIT_FAILED, announce_import
+from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_SIGNAL, announce_import
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config import trust
 from moe_ffn.config.environment import check_environment, is_first_rank
@@ -29,6 +29,7 @@ from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.identity import resume_with
 from moe_ffn.runs.memory import training_needs
 from moe_ffn.runs.reader import Run, load_run
+from moe_ffn.training.recovery import TrainingError
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
     config = parse(options) if resume is None else resume.config
     try:
         _train(config, resume)
+    except TrainingError as error:
+        return exit_code(error)
     except Exception as error:
         if not (sentence := out_of_memory(error)):
             raise
@@ -63,7 +66,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def first_line(config: TrainConfig, resume: Resume | None = None) -> str:
+def exit_code(error: TrainingError) -> int:
+    """Return the exit code that docs/reference/files_of_a_run.md lists."""
+    from moe_ffn.training.recovery.guard import Diverged
+    from moe_ffn.training.recovery.stopping import Interrupted  # imports Lightning
+
+    if isinstance(error, Interrupted):
+        return EXIT_SIGNAL + error.signum
+    return EXIT_DIVERGED if isinstance(error, Diverged) else EXIT_FAILED
+
+
+def describe_run(config: TrainConfig, resume: Resume | None = None) -> str:
     """Return a description of the run to train, with its duration if it is the default run."""
     model, data, trainer = config.model, config.data, config.trainer
     blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
@@ -96,7 +109,7 @@ def train(options: Mapping[str, Any] | str | Path) -> Run:
 
     Raises:
         ConfigError: one line per mistake in the options.
-        SystemExit: training was interrupted or failed; `load_run` reads the folder of the run.
+        TrainingError: training failed, diverged or was interrupted.
     """
     if not isinstance(options, Mapping):
         options = read_yaml(Path(options), where=f"'{options}'")
@@ -112,7 +125,7 @@ def _train(config: TrainConfig, resume: Resume | None) -> Path:
     check_environment(config.trainer.num_nodes)
     with explaining_custom_errors():
         check_counts(config)
-        log.info("%s", first_line(config, resume))
+        log.info("%s", describe_run(config, resume))
     announce_import("lightning")
     from moe_ffn.cli import training_run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
 from moe_ffn.cli.results import describe_data, model_table, print_results, summary_of, write_summary
 from moe_ffn.config.environment import is_first_rank
 from moe_ffn.config.errors import ConfigError, command, first_line
@@ -37,6 +37,7 @@ from moe_ffn.runs.validate import find_hardware, require_valid
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
+from moe_ffn.training.recovery import TrainingError
 from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.recovery.stopping import Interrupted, lost_rank
@@ -62,7 +63,10 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
     Raises:
         ConfigError: the options, the data or the folder cannot be used, and no new folder was made; or the
             run to resume has no intact checkpoint.
-        SystemExit: the run ended early or failed; docs/reference/files_of_a_run.md lists the exit codes.
+        Interrupted: a signal ended the run.
+        Diverged: too many consecutive steps were skipped.
+        TrainingError: a rank was lost, or the results could not be written.
+        SystemExit: the run was interrupted or diverged, on another rank than the first.
     """
     is_main = is_first_rank()
     console = Console(quiet=not is_main)
@@ -115,7 +119,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         compile_kernels(module, trainer.strategy.root_device)
 
         token_data = assemble.make_token_data(config, data)
-        with exiting_with_code(config, trainer, callbacks, loggers, say):
+        with explaining_early_end(config, trainer, callbacks, loggers, say):
             trainer.fit(module, datamodule=token_data, ckpt_path=start.checkpoint)
             if callbacks.validation.last_step != trainer.global_step:
                 trainer.validate(module, datamodule=token_data, verbose=False)
@@ -194,18 +198,18 @@ def open_folder(
 
 
 @contextmanager
-def exiting_with_code(
+def explaining_early_end(
     config: TrainConfig,
     trainer: assemble.Trainer,
     callbacks: assemble.RunCallbacks,
     loggers: list[assemble.Logger],
     say: Say,
 ) -> Iterator[None]:
-    """Turn a signal, divergence or a lost rank into a message and the documented exit code.
+    """Explain a signal, divergence or a lost rank in a message, and raise it as a TrainingError.
 
     At the end, the loggers are closed, and the page of a failed run is written. After a signal or divergence,
-    only the first rank exits with that code: if another rank failed first, Lightning would kill the first
-    rank before its files are closed.
+    only the first rank raises, and the others exit with code 0: if another rank failed first, Lightning would
+    kill the first rank before its files are closed.
     """
     folder = callbacks.checkpoints.folder.parent
     is_main, status = trainer.is_global_zero, "failed"
@@ -215,26 +219,29 @@ def exiting_with_code(
         status = "success"
     except Interrupted as interrupted:
         say(f"{interrupted}; {resume_hint(folder, callbacks.checkpoints)}")
-        raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
+        if not is_main:
+            raise SystemExit(0) from None
+        raise
     except Diverged as error:
-        if is_main:
-            saved = newest_first(folder / run_folder.CHECKPOINTS_FOLDER)
-            last = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
-            advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
-            for line in (error, f"{last}; {advice.against('loss_spike', None)}"):
-                log.error("%s", line, extra={"prefix": "diverged"})
-        raise SystemExit(EXIT_DIVERGED if is_main else 0) from None
+        if not is_main:
+            raise SystemExit(0) from None
+        saved = newest_first(folder / run_folder.CHECKPOINTS_FOLDER)
+        last = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
+        advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
+        for line in (error, f"{last}; {advice.against('loss_spike', None)}"):
+            log.error("%s", line, extra={"prefix": "diverged"})
+        raise
     except RuntimeError as error:
         if (lost := lost_rank(error, trainer)) is None:
             raise
+        message = f"{lost}, at step {trainer.global_step}"
         if is_main:
-            hint = resume_hint(folder, callbacks.checkpoints)
-            log.error("%s, at step %d; %s", lost, trainer.global_step, hint)
-        raise SystemExit(EXIT_FAILED) from None
+            log.error("%s; %s", message, resume_hint(folder, callbacks.checkpoints))
+        raise TrainingError(message) from None
     except SystemExit:  # Lightning raises it at a second Ctrl-C
         hint = resume_hint(folder, callbacks.checkpoints)
         say(f"interrupted at step {trainer.global_step}; {hint}")
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        raise Interrupted(signal.SIGINT, trainer.global_step) from None
     finally:
         try:
             close(loggers, status)
@@ -259,7 +266,7 @@ def finish(
     the run.
 
     Raises:
-        SystemExit: a file of the results could not be written.
+        TrainingError: a file of the results could not be written.
     """
     folder = callbacks.checkpoints.folder.parent
     if trainer.global_step < (max_steps := config.trainer.max_steps):
@@ -297,7 +304,7 @@ def finish(
         failure = f"could not write the last entries of {', '.join(incomplete)}"
     if failure:
         log.error("%s", failure)
-        raise SystemExit(EXIT_FAILED)
+        raise TrainingError(failure)
 
 
 def write_model(

@@ -29,6 +29,7 @@ from moe_ffn.config.errors import (
     UNKNOWN_KEY,
     ConfigError,
     did_you_mean,
+    explain,
     nearest_or_all,
     shorten,
     show,
@@ -55,6 +56,18 @@ class Config(BaseModel, frozen=True):
 
     rejected_options: ClassVar[frozenset[str]] = frozenset()
     """Inherited options that this class rejects; the help leaves them out."""
+
+    wrong_value_hint: ClassVar[str] = ""
+    """End of the message about a value that is no mapping or names an unknown type: `; use ...`."""
+
+    def __init__(self, /, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ConfigError("\n".join(explain(error))) from error
+
+    # Otherwise `model_validate` would call `__init__`.
+    __init__.__pydantic_base_init__ = True  # pyright: ignore[reportFunctionMemberAccess]
 
     @model_validator(mode="wrap")
     @classmethod
@@ -89,7 +102,9 @@ class Config(BaseModel, frozen=True):
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
         if not isinstance(data, Mapping):
             raise PydanticCustomError(
-                "not_a_mapping", "must be a mapping of options, got {got}", {"got": show(data)}
+                "not_a_mapping",
+                "must be a mapping of options, got {got}{hint}",
+                {"got": show(data), "hint": cls.wrong_value_hint},
             )
         return data
 
@@ -230,6 +245,7 @@ class TaggedConfig(Config, frozen=True):
             message = f"must be a name, got {show(tag)}; known: {known}"
         else:
             message = f"unknown {show(tag)}{did_you_mean(tag, cls.members)}; known: {known}"
+            message += cls.wrong_value_hint
         raise errors_at(cls, {"type": message}, data)
 
     @classmethod

@@ -244,9 +244,11 @@ def explaining_custom_errors(culprit: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, GeneratorExit):
+    except GeneratorExit:
         raise
     except BaseException as error:
+        if isinstance(error, ConfigError) and not isinstance(error.__cause__, ValidationError):
+            raise
         frame = _custom_frame(error.__traceback__)
         culprit = culprit or (f"'{frame.filename}'" if frame else "")
         if _is_signal_exit(error) or not culprit:
@@ -259,6 +261,8 @@ def _describe(error: BaseException) -> str:
     kind = type(error).__name__
     if isinstance(error, ValidationError):
         text = explain(error)[0]
+    elif isinstance(error, ConfigError):
+        text = first_line(error)
     else:
         text = f"{kind}: {first_line(error)}" if str(error) else kind
     if isinstance(error, SyntaxError):  # its text has the line

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -51,8 +51,13 @@ class TokenFiles:
     """Dtype of files without a header; None takes the dtype of the tokenizer."""
 
 
+TEXT_HINT = "; for your own text files use data.corpus: {type: text, paths: [PATH]}"
+
+
 class CorpusConfig(TaggedConfig, frozen=True):
     """Source of the text."""
+
+    wrong_value_hint: ClassVar[str] = TEXT_HINT
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:

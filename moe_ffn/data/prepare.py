@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -19,7 +19,7 @@ from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.data.batches import ValidationBatches, require_window
 from moe_ffn.data.cache import building, read_meta, seal, write_json, writing
-from moe_ffn.data.corpus import CorpusConfig, Split, StdlibConfig, TokenFiles
+from moe_ffn.data.corpus import TEXT_HINT, CorpusConfig, Split, StdlibConfig, TokenFiles
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.token_files import TokenSequence
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 class DataConfig(Config, frozen=True):
     """Text, tokenizer, and how the tokens are cut into batches."""
+
+    wrong_value_hint: ClassVar[str] = TEXT_HINT
 
     corpus: CorpusConfig = StdlibConfig()
     """Source of the text."""

@@ -25,11 +25,10 @@ from moe_ffn.config.sizes import (
 )
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.activations import (
-    GATE_ACTIVATIONS,
     Activation,
     ClampOptions,
-    GatedType,
     GateOptions,
+    GLUOptions,
     SoftCapOptions,
 )
 from moe_ffn.kernels.base import ExpertWeights
@@ -90,7 +89,8 @@ class MatrixExperts(Experts):
     def weights(self) -> ExpertWeights: ...
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        return run_experts(x_TD, plan, self.weights().on_this_rank(), self.config.backend)
+        weights = self.weights().with_adapters_of(self)
+        return run_experts(x_TD, plan, weights.on_this_rank(), self.config.backend)
 
     @property
     def dropout(self) -> float:
@@ -152,7 +152,7 @@ class MLPExperts(MatrixExperts):
         )
 
 
-class ThreeMatrixExpertsConfig(GateOptions, MatrixExpertsConfig, frozen=True):
+class GatedExpertsBaseConfig(GateOptions, MatrixExpertsConfig, frozen=True):
     """Options of all gated experts; by default a token's experts have a total width of 8/3 * d_model."""
 
     num_matrices: ClassVar[int] = 3
@@ -164,32 +164,22 @@ class ThreeMatrixExpertsConfig(GateOptions, MatrixExpertsConfig, frozen=True):
         return GatedExperts(self, d_model, num_experts, experts_per_token)
 
 
-class GatedExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
+class GatedExpertsConfig(GLUOptions, GatedExpertsBaseConfig, frozen=True):
     """Gated experts: down(act(gate x) * up x). The type names the gate's activation, as in `GatedConfig`.
 
     By default, a token's experts have a total width of 8/3 * d_model.
     """
 
-    type: GatedType = "swiglu"
 
-    @property
-    def gate_activation(self) -> Activation:
-        return GATE_ACTIVATIONS[self.type]
-
-
-class ClampedSwiGLUExpertsConfig(ClampOptions, ThreeMatrixExpertsConfig, frozen=True):
+class ClampedSwiGLUExpertsConfig(ClampOptions, GatedExpertsBaseConfig, frozen=True):
     """Experts with GPT-OSS's gate (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part.
 
     Other values of the options give the gates of later models, such as DeepSeek-V4.
     """
 
-    type: Literal["clamped_swiglu"] = "clamped_swiglu"
 
-
-class SoftCappedSwiGLUExpertsConfig(SoftCapOptions, ThreeMatrixExpertsConfig, frozen=True):
+class SoftCappedSwiGLUExpertsConfig(SoftCapOptions, GatedExpertsBaseConfig, frozen=True):
     """SwiGLU experts whose gate and linear part are bounded by tanh (Inkling 2)."""
-
-    type: Literal["soft_capped_swiglu"] = "soft_capped_swiglu"
 
 
 class GatedExperts(MatrixExperts):
@@ -200,7 +190,7 @@ class GatedExperts(MatrixExperts):
 
     def __init__(
         self,
-        config: ThreeMatrixExpertsConfig,
+        config: GatedExpertsBaseConfig,
         d_model: int,
         num_experts: int,
         experts_per_token: float,

@@ -20,11 +20,10 @@ from moe_ffn.config.sizes import HiddenWidth, gated_width, given_width, linear_f
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, check_input, flatten_tokens, without_padding
 from moe_ffn.kernels.activations import (
     ACTIVATIONS,
-    GATE_ACTIVATIONS,
     Activation,
     ClampOptions,
-    GatedType,
     GateOptions,
+    GLUOptions,
     SoftCapOptions,
 )
 from moe_ffn.kernels.base import check_dtype
@@ -88,7 +87,7 @@ class DenseConfig(HiddenWidthConfig, frozen=True):
         return DenseFFN(self, d_model)
 
 
-class GatedBlockConfig(GateOptions, HiddenWidthConfig, frozen=True):
+class GatedBaseConfig(GateOptions, HiddenWidthConfig, frozen=True):
     """Options of all gated blocks."""
 
     multiple_of: int = Field(default=8, ge=1, le=MAX_COUNT)
@@ -103,30 +102,20 @@ class GatedBlockConfig(GateOptions, HiddenWidthConfig, frozen=True):
         return GatedFFN(self, d_model)
 
 
-class GatedConfig(GatedBlockConfig, frozen=True):
+class GatedConfig(GLUOptions, GatedBaseConfig, frozen=True):
     """A gated linear unit, down(act(gate x) * up x) (Shazeer 2020, arXiv:2002.05202).
 
     The type names the activation of the gate: SiLU for swiglu, GELU for geglu, its tanh approximation for
     geglu_tanh, ReLU for reglu, sigmoid for glu, none for bilinear.
     """
 
-    type: GatedType = "swiglu"
 
-    @property
-    def gate_activation(self) -> Activation:
-        return GATE_ACTIVATIONS[self.type]
-
-
-class ClampedSwiGLUConfig(ClampOptions, GatedBlockConfig, frozen=True):
+class ClampedSwiGLUConfig(ClampOptions, GatedBaseConfig, frozen=True):
     """SwiGLU with clamps, as in the shared experts of DeepSeek-V4 and MiniMax-M3."""
 
-    type: Literal["clamped_swiglu"] = "clamped_swiglu"
 
-
-class SoftCappedSwiGLUConfig(SoftCapOptions, GatedBlockConfig, frozen=True):
+class SoftCappedSwiGLUConfig(SoftCapOptions, GatedBaseConfig, frozen=True):
     """SwiGLU whose gate and linear part are bounded by tanh, as in the dense layers of Inkling 2."""
-
-    type: Literal["soft_capped_swiglu"] = "soft_capped_swiglu"
 
 
 class ConvConfig(HiddenWidthConfig, frozen=True):
@@ -238,7 +227,7 @@ class DenseFFN(HiddenWidthFFN):
 class GatedFFN(HiddenWidthFFN):
     """down(act(gate x) * up x), or another function of gate x and up x."""
 
-    def __init__(self, config: GatedBlockConfig, d_model: int) -> None:
+    def __init__(self, config: GatedBaseConfig, d_model: int) -> None:
         super().__init__(config, d_model, config.gate_activation)
         width = config.width(d_model)
         self.gate = nn.Linear(d_model, width, bias=config.bias)

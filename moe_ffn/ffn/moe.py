@@ -197,7 +197,7 @@ class MoEFFN(FFNBlock):
             context: context of `x`.
         """
         x_TD = x.reshape(-1, self.d_model)
-        routing = self.capacity.drop_over_capacity(routing, training=self.training)
+        routing = self.capacity.apply_to(routing, training=self.training)
         plan = self.make_plan(routing, self.num_experts)
         sent = self.dispatcher.dispatch(self._experts_without_adapters.before_dispatch(x_TD), plan)
         # Computed here, so that it overlaps with the exchange of tokens.

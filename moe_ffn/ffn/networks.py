@@ -156,7 +156,7 @@ def _routed_memories(
 ) -> list[Memory]:
     """Return the hidden units of the experts that `router` chooses, and of the shared expert."""
     x_TD, flat = flatten_tokens(x, context)
-    routing = block.capacity.drop_over_capacity(router(x_TD, flat), training=block.training)
+    routing = block.capacity.apply_to(router(x_TD, flat), training=block.training)
     units = _expert_memories(block.experts, x_TD, make_plan(routing, block.num_experts))
     if block.shared_expert is not None:
         shared = memories(block.shared_expert, x_TD.view_as(x), context)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from moe_ffn.config.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from moe_ffn.interop.adapters import fuse_adapters
     from moe_ffn.interop.blocks import block_config, convert_block
     from moe_ffn.interop.replaying import read_experts, replay
     from moe_ffn.interop.routings import watch
@@ -16,6 +17,7 @@ _LAZY = {
     "RoutingCallback": "moe_ffn.interop.trainer",
     "block_config": "moe_ffn.interop.blocks",
     "convert_block": "moe_ffn.interop.blocks",
+    "fuse_adapters": "moe_ffn.interop.adapters",
     "kernels_in_use": "moe_ffn.interop.transformers",
     "read_experts": "moe_ffn.interop.replaying",
     "register": "moe_ffn.interop.transformers",
@@ -29,6 +31,7 @@ __all__ = [
     "RoutingCallback",
     "block_config",
     "convert_block",
+    "fuse_adapters",
     "kernels_in_use",
     "read_experts",
     "register",

@@ -37,8 +37,8 @@ from moe_ffn.interop.transformers_folder import (
     is_adapter_folder,
     is_transformers_folder,
     load_adapter,
-    load_model,
-    load_tokenizer,
+    load_hf_model,
+    load_hf_tokenizer,
     wrong_base,
 )
 from moe_ffn.kernels.select import BACKENDS
@@ -52,9 +52,9 @@ from moe_ffn.weights.pretrained import (
     distinct_tensors,
     is_model_folder,
     load_pretrained,
+    load_tokenizer,
     no_tokenizer,
 )
-from moe_ffn.weights.pretrained import load_tokenizer as load_our_tokenizer
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -358,7 +358,7 @@ def _load_ours(folder: Path, options: _Options, *, trust_code: bool) -> _Side:
     else:
         decoder = load_pretrained(folder, trust_code=trust_code)
         if kind_of(folder / TOKENIZER_FILE) is not None:
-            tokenizer = load_our_tokenizer(folder)
+            tokenizer = load_tokenizer(folder)
     if options.dtype is not None:
         decoder.to(DTYPES[options.dtype])
     if options.experts is not None:
@@ -384,12 +384,12 @@ def _load_theirs(folder: Path, options: _Options) -> _Side:
         chosen["experts_implementation"] = options.experts
     if options.experts == "moe_ffn":
         register()
-    model = load_model(folder, **chosen)
+    model = load_hf_model(folder, **chosen)
     if options.dtype == "float64" and options.experts is None and _sparse_modules(model):
         model.set_experts_implementation("eager")  # the others do not compute float64
     encode = None
     if kind_of(folder / TOKENIZER_FILE) is not None:
-        encode = partial(encode_utf8, load_tokenizer(folder)[0])
+        encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
     vocab_size = model.get_input_embeddings().num_embeddings
     config = model.config.get_text_config()
     max_length = getattr(config, "max_position_embeddings", None) or MAX_LENGTH

@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,15 +128,8 @@ def weights_of(experts: Any) -> ExpertWeights:
     down_bias_ED = experts.down_proj_bias if has_bias else None
     if experts.is_transposed:
         up_EHD, down_EDF = up_EHD.transpose(1, 2), down_EDF.transpose(1, 2)
-    interleaved = gated and not experts.is_concatenated
-    # `triton` needs this copy in training; in generation, with few tokens, it would take most of the time.
-    if interleaved and up_EHD.is_cuda and torch.is_grad_enabled():
-        interleaved = False
-        up_EHD = torch.cat([up_EHD[:, ::2], up_EHD[:, 1::2]], dim=1)
-        if up_bias_EH is not None:
-            up_bias_EH = torch.cat([up_bias_EH[:, ::2], up_bias_EH[:, 1::2]], dim=1)
     activation, gate_function = _gate_of(experts)
-    return ExpertWeights(
+    weights = ExpertWeights(
         activation=activation,
         up_EHD=up_EHD,
         down_EDF=down_EDF,
@@ -143,8 +137,24 @@ def weights_of(experts: Any) -> ExpertWeights:
         up_bias_EH=up_bias_EH,
         down_bias_ED=down_bias_ED,
         gate_function=gate_function,
-        interleaved=interleaved,
-    )
+        interleaved=gated and not experts.is_concatenated,
+    ).with_adapters_of(experts)
+    # `triton` needs this copy in training; in generation, with few tokens, it would take most of the time.
+    if weights.interleaved and up_EHD.is_cuda and torch.is_grad_enabled():
+        return _with_gate_first(weights)
+    return weights
+
+
+def _with_gate_first(weights: ExpertWeights) -> ExpertWeights:
+    """Return a copy of interleaved weights whose rows of the gate come first."""
+    names = ("up_EHD", "up_bias_EH", "up_b_EHR")
+    rows = {name: getattr(weights, name) for name in names}
+    copies = {
+        name: torch.cat([value[:, ::2], value[:, 1::2]], dim=1)
+        for name, value in rows.items()
+        if value is not None
+    }
+    return replace(weights, interleaved=False, **copies)
 
 
 def _gate_of(experts: Any) -> tuple[Activation, GateFunction | None]:

@@ -47,12 +47,12 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
         ConfigError: transformers is not installed; the folder is incomplete or damaged, or its weights are
             pickles; the architecture is unknown or has no router; or the text is too long or not UTF-8.
     """
-    model = load_model(folder)
+    model = load_hf_model(folder)
     try:
         routing_modules(model)
     except ConfigError as error:
         raise ConfigError(f"'{folder}': {error}; give a sparse model") from error
-    tokenizer, is_byte_level = load_tokenizer(folder)
+    tokenizer, is_byte_level = load_hf_tokenizer(folder)
     ids = encode_utf8(tokenizer, text)
     config = model.config.get_text_config()
     max_length = getattr(config, "max_position_embeddings", None) or len(ids)
@@ -103,7 +103,7 @@ def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:
         ) from error
 
 
-def load_model(folder: Path, **options: Any) -> Any:
+def load_hf_model(folder: Path, **options: Any) -> Any:
     """Load a language model in evaluation mode; for arguments see `load_with_info`.
 
     Raises:
@@ -151,7 +151,7 @@ def load_with_info(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
         ) from error
 
 
-def load_tokenizer(folder: Path) -> tuple[Any, bool]:
+def load_hf_tokenizer(folder: Path) -> tuple[Any, bool]:
     """Return the tokenizer, and whether it writes bytes in GPT-2's alphabet."""
     path = folder / TOKENIZER_FILE
     if kind_of(path) is None:

@@ -129,12 +129,23 @@ class GateOptions(Config, frozen=True):
         return None
 
 
+class GLUOptions(GateOptions, frozen=True):
+    """Type of a gated linear unit, which names the activation of its gate."""
+
+    type: GatedType = "swiglu"
+
+    @property
+    def gate_activation(self) -> Activation:
+        return GATE_ACTIVATIONS[self.type]
+
+
 class ClampOptions(GateOptions, frozen=True):
     """Options of SwiGLU with clamps, in experts and in dense blocks.
 
     The defaults are GPT-OSS's (arXiv:2508.10925).
     """
 
+    type: Literal["clamped_swiglu"] = "clamped_swiglu"
     alpha: float = Field(default=1.702, gt=0, le=MAX_COUNT)
     """Slope inside the sigmoid; 1 makes it SiLU."""
     limit: float = Field(default=7.0, gt=0, le=MAX_COUNT)
@@ -154,6 +165,7 @@ class ClampOptions(GateOptions, frozen=True):
 class SoftCapOptions(GateOptions, frozen=True):
     """Options of SwiGLU with soft caps, in experts and in dense blocks."""
 
+    type: Literal["soft_capped_swiglu"] = "soft_capped_swiglu"
     gate_cap: float = Field(default=7.0, gt=0, le=MAX_COUNT)
     """Bound of the gate on both sides; the input of its sigmoid is not bounded."""
     up_cap: float = Field(default=7.0, gt=0, le=MAX_COUNT)

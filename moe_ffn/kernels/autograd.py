@@ -11,17 +11,20 @@ from typing import Any
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from moe_ffn.kernels.base import no_second_derivative
+from moe_ffn.kernels.base import PARAMETERS, no_second_derivative
+
+NUM_GRADIENTS = 2 + len(PARAMETERS)
+"""Number of differentiable inputs of an operator: x, the pairs' weights and the parameters."""
 
 
 def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, backend: str) -> None:
     """Register an operator's output shapes, for tensors without data, and its backward operator.
 
     Args:
-        forward: (x, weights_N, the four parameters, other tensors, options, dtype, keep) -> y, and the first
+        forward: (x, weights_N, the parameters, other tensors, options, dtype, keep) -> y, and the first
             product (N, H) in `dtype`, with 0 rows unless `keep`.
         backward: (grad_y, the same tensors, first product, the same options, dtype, wanted) -> the gradients
-            of the first six tensors; empty tensors for those not wanted.
+            of x, weights_N and the parameters; empty tensors for those not wanted.
         num_tensors: number of tensor arguments of both operators, some of which may be None.
         backend: name of the backend, for error messages.
     """
@@ -32,7 +35,7 @@ def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, back
         return x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_kept, up_EHD.shape[1], dtype=dtype)
 
     def fake_backward(_: Tensor, x_TD: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        inputs, wanted = (x_TD, *others)[:6], others[-1]
+        inputs, wanted = (x_TD, *others)[:NUM_GRADIENTS], others[-1]
         return tuple(
             tensor.new_empty(tensor.shape) if want and tensor is not None else x_TD.new_empty(0)
             for tensor, want in zip(inputs, wanted, strict=True)
@@ -49,10 +52,10 @@ def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, back
         ctx.options = options
 
     def differentiate(ctx: Any, grad_y_TD: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        wanted = list(ctx.needs_input_grad[:6])
-        rest = (None,) * (len(ctx.needs_input_grad) - 6)
+        wanted = list(ctx.needs_input_grad[:NUM_GRADIENTS])
+        rest = (None,) * (len(ctx.needs_input_grad) - NUM_GRADIENTS)
         if grad_y_TD is None:
-            return (None,) * 6 + rest
+            return (None,) * NUM_GRADIENTS + rest
         grads = backward(grad_y_TD, *ctx.saved_tensors, *ctx.options, wanted)
         return (*(g if want else None for g, want in zip(grads, wanted, strict=True)), *rest)
 

@@ -1,7 +1,7 @@
 """Signature of the backends, weights of experts, and functions that backends share.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first matrix: F
-without a gate; 2 F with one, the F gate rows first, then the F up rows
+without a gate; 2 F with one, the F gate rows first, then the F up rows; R rank of an adapter
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ def is_distributed(value: object) -> TypeGuard[DTensor]:
 
 # -- weights and signature
 
+PARAMETERS = (
+    *("up_EHD", "down_EDF", "up_bias_EH", "down_bias_ED"),
+    *("up_a_ERD", "up_b_EHR", "down_a_ERF", "down_b_EDR"),
+)
+"""Names of the tensors of `ExpertWeights`."""
+
+ADAPTERS = "_moe_ffn_adapters"
+"""Attribute of an experts module: the factors in `ExpertWeights` of its active adapters, by name."""
+
 
 @dataclass(frozen=True)
 class ExpertWeights:
@@ -64,14 +73,29 @@ class ExpertWeights:
     """Function of gate and up that replaces act(gate x) * up x."""
     interleaved: bool = False
     """True if the rows of gate and up alternate, as in GPT-OSS; otherwise all rows of the gate come first."""
+    up_a_ERD: Tensor | None = None
+    up_b_EHR: Tensor | None = None
+    down_a_ERF: Tensor | None = None
+    down_b_EDR: Tensor | None = None
+    """Factors of a low-rank adapter: B A is added to the matrix. Backends compute B (A x), never B A."""
 
     def __repr__(self) -> str:
         return summarize(self)
 
     @property
-    def parameters(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The matrices, then the biases."""
-        return self.up_EHD, self.down_EDF, self.up_bias_EH, self.down_bias_ED
+    def parameters(self) -> tuple[Any, ...]:
+        """The matrices, the biases, then the factors of the adapters, in the order of `PARAMETERS`."""
+        return tuple(getattr(self, name) for name in PARAMETERS)
+
+    @property
+    def first(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Matrix, bias and factors of the first product."""
+        return self.up_EHD, self.up_bias_EH, self.up_a_ERD, self.up_b_EHR
+
+    @property
+    def second(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Matrix, bias and factors of the second product."""
+        return self.down_EDF, self.down_bias_ED, self.down_a_ERF, self.down_b_EDR
 
     def on_this_rank(self) -> ExpertWeights:
         """Return the experts of this rank, if the weights are distributed tensors."""
@@ -91,8 +115,12 @@ class ExpertWeights:
 
     def with_parameters(self, *parameters: Any) -> ExpertWeights:
         """Return the same experts with other tensors, in the order of `parameters`."""
-        names = ("up_EHD", "down_EDF", "up_bias_EH", "down_bias_ED")
-        return replace(self, **dict(zip(names, parameters, strict=True)))
+        return replace(self, **dict(zip(PARAMETERS, parameters, strict=True)))
+
+    def with_adapters_of(self, experts: nn.Module) -> ExpertWeights:
+        """Return the same experts with the active adapters of a module; see `interop.fuse_adapters`."""
+        factors = experts.__dict__.get(ADAPTERS)
+        return replace(self, **factors) if factors else self
 
     @property
     def num_experts(self) -> int:

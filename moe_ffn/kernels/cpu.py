@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_ffn.kernels.activations import Activation, ClampedSwiGLU, GateFunction
-from moe_ffn.kernels.autograd import register
+from moe_ffn.kernels.autograd import NUM_GRADIENTS, register
 from moe_ffn.kernels.base import (
     NO_TRANSFORMS,
+    PARAMETERS,
     ExpertWeights,
     autograd_in_operators,
     compute_dtype,
@@ -81,7 +82,7 @@ class Inputs(NamedTuple):
 
 
 Gradients = tuple[Tensor | None, ...]
-"""Gradients of x, the pairs' weights and the four parameters."""
+"""Gradients of x, the pairs' weights and the parameters."""
 
 
 class Implementation(NamedTuple):
@@ -350,6 +351,7 @@ def decode_gate(numbers: list[float] | None) -> GateFunction | None:
 
 _INPUTS = (
     "Tensor x, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, "
+    "Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, "
     "Tensor token_ids, Tensor offsets, Tensor pair_ids, Tensor? dropout"
 )
 _OPTIONS = "str activation, float[]? gate, bool gated, bool interleaved, ScalarType dtype"
@@ -379,10 +381,10 @@ def experts(*arguments: Any) -> tuple[Tensor, Tensor]:
     "moe_ffn::experts_on_cpu_backward",
     mutates_args=(),
     schema=f"(Tensor grad_y, {_INPUTS}, Tensor kept, {_OPTIONS}, bool[] wanted) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({', '.join(['Tensor'] * NUM_GRADIENTS)})",
 )
 def experts_backward(grad_y_TD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of the first six inputs of `experts`; empty if not wanted."""
+    """Return the gradients of x, the pairs' weights and the parameters; empty if not wanted."""
     *tensors, pre_activation_NH, activation, gate, gated, interleaved, dtype, wanted = arguments
     common = [*tensors, activation, gate, gated, interleaved, dtype]
     implementation, inputs = _parse(*common)
@@ -397,39 +399,24 @@ def experts_backward(grad_y_TD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(grads)
 
 
-def _parse(
-    x_TD: Tensor,
-    weights_N: Tensor,
-    up_EHD: Tensor,
-    down_EDF: Tensor,
-    up_bias_EH: Tensor | None,
-    down_bias_ED: Tensor | None,
-    token_ids_N: Tensor,
-    offsets_E: Tensor,
-    pair_ids_N: Tensor,
-    dropout_NF: Tensor | None,
-    activation: Any,
-    gate: list[float] | None,
-    gated: bool,
-    interleaved: bool,
-    dtype: torch.dtype,
-) -> tuple[Implementation, Inputs]:
+def _parse(x_TD: Tensor, weights_N: Tensor, *others: Any) -> tuple[Implementation, Inputs]:
     """Parse the arguments of both operators: `_INPUTS` and `_OPTIONS`."""
-    parameters = up_EHD, down_EDF, up_bias_EH, down_bias_ED
+    parameters, others = others[: len(PARAMETERS)], others[len(PARAMETERS) :]
+    *ids, dropout_NF, activation, gate, gated, interleaved, dtype = others
     weights = ExpertWeights(
         activation=activation,
-        up_EHD=up_EHD,
-        down_EDF=down_EDF,
         gated=gated,
-        up_bias_EH=up_bias_EH,
-        down_bias_ED=down_bias_ED,
         gate_function=decode_gate(gate),
         interleaved=interleaved,
+        **dict(zip(PARAMETERS, parameters, strict=True)),
     )
+    token_ids_N, offsets_E, pair_ids_N = ids
     computed_N = weights_N[: int(offsets_E[-1])]
-    ids = token_ids_N, offsets_E, pair_ids_N
-    inputs = Inputs(x_TD, computed_N, parameters, *ids, dropout_NF, weights, dtype)
+    inputs = Inputs(
+        *(x_TD, computed_N, parameters, token_ids_N, offsets_E, pair_ids_N),
+        *(dropout_NF, weights, dtype),
+    )
     return NATIVE if is_compiled(weights) else LOOP, inputs
 
 
-register(experts, experts_backward, num_tensors=10, backend="cpu")
+register(experts, experts_backward, num_tensors=NUM_GRADIENTS + 4, backend="cpu")

@@ -1,6 +1,7 @@
 """Backends with torch's matrix products: `loop`, one expert at a time, and `grouped_mm`, all at once.
 
-T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, O output width, I input width
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, O output width, I input width,
+R rank of an adapter
 """
 
 from __future__ import annotations
@@ -77,26 +78,36 @@ def run_loop(
         return torch.zeros_like(x_TD)
     x_rows_TD = x_TD if dtype is None else x_TD.to(dtype)
     inputs = x_rows_TD.index_select(0, token_ids_N).split_with_sizes(sizes)
-    up_NH = _linear_per_expert(experts, inputs, weights.up_EHD, weights.up_bias_EH)
+    up_NH = _linear_per_expert(experts, inputs, *weights.first)
     hidden_NF = weights.activate(up_NH)
     if dropout_NF is not None:
         hidden_NF = hidden_NF * dropout_NF[: ends[-1]].to(hidden_NF.dtype)
     hidden = hidden_NF.split_with_sizes(sizes)
-    y_ND = _linear_per_expert(experts, hidden, weights.down_EDF, weights.down_bias_ED)
+    y_ND = _linear_per_expert(experts, hidden, *weights.second)
     return combine(y_ND, x_TD, token_ids_N, weights_N)
 
 
 def _linear_per_expert(
-    experts: Sequence[int], inputs: Sequence[Tensor], weight_EOI: Tensor, bias_EO: Tensor | None
+    experts: Sequence[int],
+    inputs: Sequence[Tensor],
+    weight_EOI: Tensor,
+    bias_EO: Tensor | None,
+    a_ERI: Tensor | None,
+    b_EOR: Tensor | None,
 ) -> Tensor:
-    weight_E, bias_E = weight_EOI, bias_EO
+    weight_E, bias_E, a_E, b_E = weight_EOI, bias_EO, a_ERI, b_EOR
     if torch.is_grad_enabled():
         # Not `weight_EOI[expert]`: the gradient of each index would be as large as all experts' weights.
-        weight_E, bias_E = weight_EOI.unbind(), None if bias_EO is None else bias_EO.unbind()
-    outputs = [
-        F.linear(input_NI, weight_E[expert], None if bias_E is None else bias_E[expert])
-        for expert, input_NI in zip(experts, inputs, strict=True)
-    ]
+        weight_E, bias_E, a_E, b_E = (
+            None if each is None else each.unbind() for each in (weight_EOI, bias_EO, a_ERI, b_EOR)
+        )
+    assert weight_E is not None
+    outputs = list[Tensor]()
+    for expert, input_NI in zip(experts, inputs, strict=True):
+        output_NO = F.linear(input_NI, weight_E[expert], None if bias_E is None else bias_E[expert])
+        if a_E is not None and b_E is not None:
+            output_NO = output_NO + F.linear(F.linear(input_NI, a_E[expert]), b_E[expert])
+        outputs.append(output_NO)
     return torch.cat(outputs)
 
 
@@ -112,18 +123,28 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     expert_ids_N = expert_ids_N.clamp(max=weights.num_experts - 1)
     dtype = compute_dtype(x_TD)
 
-    def linear(input_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) -> Tensor:
+    def linear(
+        input_NI: Tensor,
+        weight_EOI: Tensor,
+        bias_EO: Tensor | None = None,
+        a_ERI: Tensor | None = None,
+        b_EOR: Tensor | None = None,
+    ) -> Tensor:
         weight_EIO = rearrange(weight_EOI.to(dtype), "e o i -> e i o")
         output_NO = F.grouped_mm(input_NI, weight_EIO, offs=plan.offsets_E)
         if bias_EO is not None:
             output_NO = output_NO + bias_EO.to(dtype)[expert_ids_N]
+        if a_ERI is not None and b_EOR is not None:
+            padding = -a_ERI.shape[1] * dtype.itemsize % ROW_BYTES // dtype.itemsize
+            a_ERI, b_EOR = F.pad(a_ERI, (0, 0, 0, padding)), F.pad(b_EOR, (0, padding))
+            output_NO = output_NO + linear(linear(input_NI, a_ERI), b_EOR)
         return torch.where(computed_N1, output_NO, 0)
 
     # grouped_mm does not initialise rows after the last offset, neither in its output nor in its gradient.
     # `where` before and after each product replaces them by zeros.
     x_ND = torch.where(computed_N1, x_TD.to(dtype)[plan.token_ids_N], 0)
-    up_NH = linear(x_ND, weights.up_EHD, weights.up_bias_EH)
-    y_ND = linear(weights.activate(up_NH), weights.down_EDF, weights.down_bias_ED)
+    up_NH = linear(x_ND, *weights.first)
+    y_ND = linear(weights.activate(up_NH), *weights.second)
     return combine(y_ND, x_TD, plan.token_ids_N, plan.weights_N)
 
 

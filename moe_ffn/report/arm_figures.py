@@ -28,9 +28,9 @@ from moe_ffn.report.figures import NotMeasuredError
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, Tuning
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
 
-Over = Literal["tokens", "FLOPs", "seconds", "steps"]
+XAxis = Literal["tokens", "FLOPs", "seconds", "steps"]
 
-AXES: dict[Over, str] = {
+AXES: dict[XAxis, str] = {
     "tokens": "tokens trained on",
     "FLOPs": "training FLOPs",
     "seconds": "seconds of training steps",
@@ -57,7 +57,7 @@ Points = tuple[list[float | None], list[float | None]]
 """x values and losses of a curve; None for a missing or non-finite value."""
 
 
-def curves_of(arm: Arm, of: Split, over: Over) -> list[Points]:
+def curves_of(arm: Arm, of: Split, over: XAxis) -> list[Points]:
     """Return the curve of each seed that has both x values and losses."""
     curves: list[Points] = []
     for result in arm.results:
@@ -75,7 +75,7 @@ def curves_of(arm: Arm, of: Split, over: Over) -> list[Points]:
     return curves
 
 
-def axes_of(arms: Sequence[Arm], of: Split) -> list[Over]:
+def axes_of(arms: Sequence[Arm], of: Split) -> list[XAxis]:
     """Return the axes for which every arm with this loss has x values; none if each curve is one point."""
     drawn = [arm for arm in arms if curves_of(arm, of, "steps")]
     if all(len(steps) == 1 for arm in drawn for steps, _ in curves_of(arm, of, "steps")):
@@ -83,7 +83,7 @@ def axes_of(arms: Sequence[Arm], of: Split) -> list[Over]:
     return [over for over in AXES if drawn and all(curves_of(arm, of, over) for arm in drawn)]
 
 
-def losses(arms: Sequence[Arm], over: Over = "tokens", of: Split = "validation") -> go.Figure:
+def losses(arms: Sequence[Arm], over: XAxis = "tokens", of: Split = "validation") -> go.Figure:
     """Draw the mean loss of each arm over training, with its 95 % interval over seeds.
 
     An arm with fewer than `MIN_SEEDS` seeds has a line per seed instead.

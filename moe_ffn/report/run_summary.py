@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.sizes import TRAINING_FLOPS
 from moe_ffn.html_repr import spread
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
@@ -17,7 +16,7 @@ from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.html import NONE, finite, number
-from moe_ffn.runs.json_files import Alarm
+from moe_ffn.runs.json_files import AlarmLine
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.training.config import AlarmsConfig
@@ -235,7 +234,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
         found.append(("bad", f"Out of the healthy range: {'; '.join(unhealthy)}."))
     try:
         rules = AlarmsConfig(after_steps=run.option("logging.alarms.after_steps"))
-    except ValidationError:  # the option is missing or damaged
+    except ConfigError:  # the option is missing or damaged
         rules = AlarmsConfig()
     losses = run.series("train/loss")
     sentences = rules.not_judged(
@@ -246,9 +245,9 @@ def concerns(run: Run) -> list[tuple[str, str]]:
     return found + [("warn", f"Not judged yet: {sentence}.") for sentence in sentences]
 
 
-def alarm_groups(run: Run) -> list[list[Alarm]]:
+def alarm_groups(run: Run) -> list[list[AlarmLine]]:
     """Return the alarms of a run, grouped by step and kind."""
-    groups: dict[tuple[int, str], list[Alarm]] = {}
+    groups: dict[tuple[int, str], list[AlarmLine]] = {}
     for alarm in run.alarms:
         groups.setdefault((alarm.step, alarm.kind), []).append(alarm)
     return list(groups.values())

@@ -7,9 +7,10 @@ a router, add a file to this folder and import its config in this `__init__.py`.
 from moe_ffn.routing.balanced_assignment import (
     BalancedAssignmentRouterConfig as BalancedAssignmentRouterConfig,
 )
-from moe_ffn.routing.base import FixedKConfig as FixedKConfig
 from moe_ffn.routing.base import LinearRouter as LinearRouter
 from moe_ffn.routing.base import LinearRouterConfig as LinearRouterConfig
+from moe_ffn.routing.base import LinearTopKConfig as LinearTopKConfig
+from moe_ffn.routing.base import MeanKConfig as MeanKConfig
 from moe_ffn.routing.base import Router as Router
 from moe_ffn.routing.base import RouterConfig as RouterConfig
 from moe_ffn.routing.base import routing_of_pairs as routing_of_pairs

@@ -153,11 +153,11 @@ class LinearRouterConfig(RouterConfig, frozen=True):
         return self.mlp.flops_per_token(d_model) + linear_flops(self.mlp.width, num_experts)
 
 
-class FixedKConfig(RouterConfig, frozen=True):
-    """A router with an option for the number of experts per token."""
+class MeanKConfig(RouterConfig, frozen=True):
+    """A router with an option for the mean number of experts per token; many routers give all tokens k."""
 
     k: float = Field(default=2.0, gt=0)
-    """Experts per token."""
+    """Experts per token, on average."""
 
     def check_num_experts(self, num_experts: int) -> None:
         if self.k > num_experts:
@@ -173,7 +173,7 @@ class FixedKConfig(RouterConfig, frozen=True):
         return f"{self.type} k={self.k:g}"
 
 
-class LinearTopKConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+class LinearTopKConfig(MeanKConfig, LinearRouterConfig, frozen=True):
     """A linear router that sends every token to the same whole number of experts."""
 
     k: int = Field(default=2, ge=1, le=MAX_COUNT)
@@ -202,8 +202,8 @@ class Router(nn.Module, ABC):
         """Return the maximum number of tokens of one sequence that an expert can take."""
         return sequence_length
 
-    def rows(self) -> dict[str, Tensor]:
-        """Return the router's parameters and buffers by name; the first axis of each counts experts.
+    def expert_rows(self) -> dict[str, Tensor]:
+        """Return the router's parameters and buffers by name; each has one row per expert.
 
         Raises:
             ConfigError: a parameter or buffer has another first axis, so experts cannot be pruned, merged or
@@ -278,13 +278,13 @@ class LinearRouter(Router):
         values_TE = values_TE.detach()
         return values_TE if self.correction_bias_E is None else values_TE + self.correction_bias_E
 
-    def rows(self) -> dict[str, Tensor]:
+    def expert_rows(self) -> dict[str, Tensor]:
         if self.input_norm is not None or self.mlp is not None:
-            return super().rows()
+            return super().expert_rows()
         state = self.state_dict(keep_vars=True)
         num_experts = len(self.projection.weight)
         have_rows = all(value.ndim and len(value) == num_experts for value in state.values())
-        return state if have_rows else super().rows()
+        return state if have_rows else super().expert_rows()
 
     def extra_repr(self) -> str:
         config, fields = self.config, type(self.config).model_fields

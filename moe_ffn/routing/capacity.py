@@ -75,7 +75,7 @@ class CapacityConfig(Config, frozen=True):
         """Return the capacity of one expert in pairs, int64 scalar; None if dropless.
 
         Args:
-            routing: routing before or after `drop_over_capacity`.
+            routing: routing before or after `apply_to`.
             training: use `factor`, not `eval_factor`.
         """
         if self.per_sequence is not None:
@@ -84,7 +84,7 @@ class CapacityConfig(Config, frozen=True):
         factor = self.factor if training else self.eval_factor
         return None if factor is None else capacity_of(routing, factor)
 
-    def drop_over_capacity(self, routing: Routing, *, training: bool) -> Routing:
+    def apply_to(self, routing: Routing, *, training: bool) -> Routing:
         """Mark the pairs that exceed the capacity as dropped. `random` drops by position in evaluation."""
         drop = self.drop if training or self.drop != "random" else "position"
         priority, renormalize = DROP_POLICIES[drop], self.renormalize

@@ -15,16 +15,16 @@ from torch import Tensor
 from moe_ffn.config.sizes import ceil_of_share, share_of
 from moe_ffn.outputs import Routing, TokenContext, VariableKRouting
 from moe_ffn.routing.base import (
-    FixedKConfig,
     LinearRouter,
     LinearRouterConfig,
+    MeanKConfig,
     Router,
     comparable,
     constant_weight_error,
 )
 
 
-class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+class ExpertChoiceRouterConfig(MeanKConfig, LinearRouterConfig, frozen=True):
     """Expert choice: each expert takes its k * tokens / num_experts most probable tokens.
 
     Zhou et al. 2022 (arXiv:2202.09368). The load is perfectly balanced. A token may get many experts. A token

@@ -17,16 +17,16 @@ from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.sizes import ceil_of_share, share_of
 from moe_ffn.outputs import Routing, TokenContext, VariableKRouting
 from moe_ffn.routing.base import (
-    FixedKConfig,
     LinearRouter,
     LinearRouterConfig,
+    MeanKConfig,
     Router,
     comparable,
     routing_of_pairs,
 )
 
 
-class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+class ExpertThresholdRouterConfig(MeanKConfig, LinearRouterConfig, frozen=True):
     """Expert threshold: an expert takes the tokens whose logits reach a moving quantile of its past logits.
 
     Sun et al. 2026 (arXiv:2603.11535). Each expert takes a fraction k / E of all tokens, but not of each

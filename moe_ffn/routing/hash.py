@@ -13,10 +13,10 @@ from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import FixedKConfig, Router, RouterLinear, routing_of_pairs
+from moe_ffn.routing.base import MeanKConfig, Router, RouterLinear, routing_of_pairs
 
 
-class HashRouterConfig(FixedKConfig, frozen=True):
+class HashRouterConfig(MeanKConfig, frozen=True):
     """Hash: the token id decides; nothing is learned (Roller et al. 2021, arXiv:2106.04426)."""
 
     type: Literal["hash"] = "hash"

@@ -19,8 +19,8 @@ from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.kernels.base import without_autocast
 from moe_ffn.outputs import PairsOnlyRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
-    FixedKConfig,
     Float32RMSNorm,
+    MeanKConfig,
     Router,
     RouterLinear,
     RouterNormConfig,
@@ -29,7 +29,7 @@ from moe_ffn.routing.base import (
 )
 
 
-class ProductKeyRouterConfig(FixedKConfig, frozen=True):
+class ProductKeyRouterConfig(MeanKConfig, frozen=True):
     """Product keys: expert i * n + j has the key (c_i, c'_j), from two tables of n = sqrt(E) sub-keys.
 
     Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3: use

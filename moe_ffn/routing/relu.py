@@ -14,15 +14,15 @@ from torch import Tensor
 
 from moe_ffn.outputs import Routing, SparsityTargetRouting, TokenContext
 from moe_ffn.routing.base import (
-    FixedKConfig,
     LinearRouter,
     LinearRouterConfig,
+    MeanKConfig,
     Router,
     routing_of_pairs,
 )
 
 
-class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+class ReLURouterConfig(MeanKConfig, LinearRouterConfig, frozen=True):
     """ReLU routing: choose every expert with a positive logit, and use the logit as its weight (ReMoE).
 
     Wang et al. 2024, arXiv:2412.14711. `objective.sparsity_rule` moves the mean to k experts per token.

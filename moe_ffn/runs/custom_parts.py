@@ -24,7 +24,7 @@ from moe_ffn.model.positions import Positions, PositionsConfig
 from moe_ffn.routing.base import RouterConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import tagged_parts
-from moe_ffn.testing import Trial, isolated_rng, miscounted, show_value
+from moe_ffn.testing import Trial, describe_value, isolated_rng, miscounted
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
@@ -159,7 +159,7 @@ def _check_schedule(schedule: ScheduleConfig, max_steps: int, trial: Trial) -> N
         rate = schedule.multiplier(step, max_steps)
         if not isinstance(rate, int | float) or not math.isfinite(rate):
             raise trial.error(
-                f"the multiplier of step {step} is {show_value(rate)}, but has to be a finite number"
+                f"the multiplier of step {step} is {describe_value(rate)}, but has to be a finite number"
             )
 
 

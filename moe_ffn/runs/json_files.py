@@ -103,7 +103,7 @@ class Summary(JsonFile):
     routing: dict[str, LayerSummary] = {}
 
 
-class Alarm(Line):
+class AlarmLine(Line):
     """A line of `alarms.jsonl`."""
 
     kind: str = ""

@@ -237,7 +237,7 @@ def _saved_bytes(
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of a rank at the peak of a step."""
 
     weights: float
@@ -276,7 +276,7 @@ class LayoutPlan:
 
     layout: Layout
     device: Device
-    memory: Memory
+    memory: MemoryEstimate
     traffic: Traffic
     compute_seconds: float
     """Seconds of the matrix products of a step."""
@@ -395,7 +395,7 @@ def _plan(
 
 def _memory(
     sizes: Sizes, layout: Layout, item_bytes: int, activations: Activations, num_batches: int
-) -> Memory:
+) -> MemoryEstimate:
     """Return the memory of a rank; `item_bytes` are the bytes of one element."""
     local = item_bytes * _stored_elements(sizes.all, layout)
     state = item_bytes / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
@@ -410,10 +410,10 @@ def _memory(
         )
     if not layout.is_sharded:  # DistributedDataParallel reduces gradients in buckets
         buckets = local if layout.num_ranks > 1 else 0.0
-        return Memory(local, gradients, state, buckets, saved)
+        return MemoryEstimate(local, gradients, state, buckets, saved)
     # Parameters outside of layers stay gathered, with their gradients. The next layer is gathered while the
     # current layer still has its weights and gradients.
-    return Memory(local, gradients, state, 2 * outside + 3 * max(layers), saved)
+    return MemoryEstimate(local, gradients, state, 2 * outside + 3 * max(layers), saved)
 
 
 def _traffic(

@@ -46,7 +46,7 @@ from moe_ffn.runs.folder import (
     reading,
 )
 from moe_ffn.runs.identity import identity_of_weights
-from moe_ffn.runs.json_files import Alarm, Facts, Summary
+from moe_ffn.runs.json_files import AlarmLine, Facts, Summary
 from moe_ffn.runs.resume import first_usable, problem_of_weights
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
@@ -115,7 +115,7 @@ class Run:
     """Results of a finished run; empty before the end."""
     samples: Sequence[Sample]
     """Texts that the model generated at each validation."""
-    alarms: Sequence[Alarm]
+    alarms: Sequence[AlarmLine]
     options: Mapping[str, Any]
     """Every option as plain values; `config` is the typed form."""
     config_text: str
@@ -306,7 +306,7 @@ def read_run(
         facts=Facts.read(folder / FACTS_FILE),
         summary=summary,
         samples=_lines(folder / SAMPLES_FILE, Sample),
-        alarms=_lines(folder / ALARMS_FILE, Alarm),
+        alarms=_lines(folder / ALARMS_FILE, AlarmLine),
         options=_yaml_mapping(text),
         config_text=text,
     )

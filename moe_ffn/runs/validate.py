@@ -37,7 +37,7 @@ class Hardware:
     """Division of the model among the ranks."""
 
 
-def validate(config: TrainConfig, *, is_new: bool = True) -> list[ConfigError]:
+def find_mistakes(config: TrainConfig, *, is_new: bool = True) -> list[ConfigError]:
     """Return the mistakes in a config, one error each; empty if the run may begin.
 
     Args:
@@ -64,7 +64,7 @@ def validate(config: TrainConfig, *, is_new: bool = True) -> list[ConfigError]:
 
 def require_valid(config: TrainConfig, *, is_new: bool = True) -> None:
     """Raise the mistakes in a config together, as one ConfigError."""
-    mistakes = validate(config, is_new=is_new)
+    mistakes = find_mistakes(config, is_new=is_new)
     if len(mistakes) == 1:
         raise mistakes[0]
     if mistakes:

@@ -92,7 +92,7 @@ def objective(
 ) -> Objective:
     """Return the cross-entropy plus each balancing loss times its weight.
 
-    A loss of weight 0 is computed only if it is `always_shown`.
+    A loss of weight 0 is computed only if it is `logged_at_zero_weight`.
 
     Args:
         sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; None for the initial weight.
@@ -105,7 +105,7 @@ def objective(
     total = cross_entropy
     for name, loss in BALANCING_LOSSES.items():
         weight = sparsity_weight if loss.weight_set_by_rule else getattr(weights, name)
-        if not (loss.always_shown or weight):
+        if not (loss.logged_at_zero_weight or weight):
             continue
         value = loss.value(routings, step_totals)
         if value is not None:

@@ -175,7 +175,7 @@ def carve(
             linear.weight.copy_(weight)
         shared.down.weight.copy_(down)
     up, _ = _units(source, partition.experts_EM[:, 0])
-    rows = made.router.rows()
+    rows = made.router.expert_rows()
     for name, weight in zip(("gate.weight", "projection.weight"), up.chunk(2), strict=True):
         rows[name].copy_(weight)
     rows["slope_E"].zero_()

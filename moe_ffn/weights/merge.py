@@ -128,7 +128,7 @@ def merge_experts(
         raise ConfigError(
             "method.type: the experts are of a custom type, whose units cannot be aligned; use prune"
         )
-    rows, made_rows = block.router.rows(), made.router.rows()
+    rows, made_rows = block.router.expert_rows(), made.router.expert_rows()
     for index, group in enumerate(groups):
         counts_G = counts_E[list(group)]
         counts_G = counts_G if counts_G.any() else torch.ones_like(counts_G)

@@ -90,7 +90,7 @@ def observe_use(
 
     for x, context in block_inputs(decoder, layer, ids_BS):
         x_TD, flat = flatten_tokens(x, context)
-        routing = block.capacity.drop_over_capacity(block.router(x_TD, flat), training=False)
+        routing = block.capacity.apply_to(block.router(x_TD, flat), training=False)
         for expert in range(block.num_experts):
             (pairs,) = (routing.computed_N & (routing.expert_ids_N == expert)).nonzero(
                 as_tuple=True
@@ -128,7 +128,7 @@ def prune_experts(
         generator: source of the initial weights, which are then replaced.
     """
     made = cast("MoEFFN", build_block(config, block, d_model, generator))
-    rows = block.router.rows()
+    rows = block.router.expert_rows()
     num_routable = next(iter(rows.values())).shape[0]
     routed = torch.cat([kept, torch.arange(block.num_experts, num_routable)])
     state = dict(block.state_dict())

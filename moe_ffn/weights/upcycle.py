@@ -219,7 +219,7 @@ def upcycle(
         if target.down_bias_ED is not None:  # each shard adds it
             target.down_bias_ED.mul_(scale / shards)
         if shards > 1:
-            for rows in router.rows().values():
+            for rows in router.expert_rows().values():
                 rows.copy_(rows[torch.arange(len(rows)) // shards * shards])
     return made
 

@@ -1,4 +1,4 @@
-"""Programs are run where they may write; runs of one step are shared."""
+"""Runs of one step that tests share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(stay_in_tmp_path: None) -> None: ...
 
 
 @pytest.fixture(scope="session")

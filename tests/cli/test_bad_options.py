@@ -97,6 +97,10 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "--trainer.max_steps 1.5": ("trainer.max_steps: must be a whole number, got 1.5"),
     "--optimizer.learning_rate .nan": ("optimizer.learning_rate: must be a finite number, got nan"),
     "--model 3": ("model: must be a mapping of options, got 3"),
+    "--data.corpus my_texts": (
+        "data.corpus.type: unknown 'my_texts'; did you mean 'text'?; known: hf_dataset, stdlib, text, "
+        "tokens; for your own text files use data.corpus: {type: text, paths: [PATH]}"
+    ),
     "--run.name 12": ("run.name: must be text (in YAML, put quotes around it), got 12"),
     "--trainer.max_steps 0": ("trainer.max_steps: must be at least 1, got 0"),
     "--trainer.precision bf16": (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.cli.train import DEFAULT_TIME, first_line
+from moe_ffn.cli.train import DEFAULT_TIME, describe_run
 from moe_ffn.runs.config import Resume, TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +143,7 @@ def test_an_answer_waits_for_no_slow_library(answers: dict[str, Any], line: str)
 
 def test_a_resumed_run_has_less_to_do_than_the_default_run() -> None:
     config = TrainConfig()
-    line = first_line(config, Resume(Path("runs/mine"), config, {}, config))
+    line = describe_run(config, Resume(Path("runs/mine"), config, {}, config))
     assert line == PLAN.strip().replace("training", "resuming runs/mine").replace(
         DEFAULT_TIME, "the first steps show the time left"
     )

@@ -23,7 +23,7 @@ from moe_ffn.kernels.memory import gigabytes, memory_limit, out_of_memory, requi
 from moe_ffn.runs import memory
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.memory import check_fits
-from tests.helpers.own_block import OWN_BLOCK
+from tests.helpers.faults import OWN_BLOCK
 from tests.helpers.tiny_runs import finished_copy
 
 RunTrain = Callable[..., Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 import yaml
 
 import moe_ffn
+from moe_ffn.cli import training_run
 from moe_ffn.config.yaml_files import read_yaml
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.module import LanguageModel
 from tests.helpers.tiny_runs import PROGRESS
 
 RunTrain = Callable[..., Any]
@@ -196,6 +199,18 @@ def test_a_mistake_is_the_usual_sentence(options: dict[str, Any]) -> None:
     assert not Path("runs").exists()
 
 
+def test_a_run_that_diverges_raises(options: dict[str, Any]) -> None:
+    options["optimizer"] = {"learning_rate": 1e9, "schedule": {"warmup_fraction": 0.0}}
+    options["trainer"] |= {
+        "max_steps": 40,
+        "guard": {"max_loss_ratio": 1.01, "max_skipped_in_a_row": 1},
+    }
+    options["run"]["name"] = "diverged"
+    with pytest.raises(moe_ffn.TrainingError, match=r"^step \d+: 1 step was skipped"):
+        moe_ffn.train(options)
+    assert moe_ffn.load_run("runs/diverged").alarms[-1].kind == "skipped_step"
+
+
 def test_only_the_first_of_several_processes_returns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -204,3 +219,55 @@ def test_only_the_first_of_several_processes_returns(
     with pytest.raises(SystemExit) as ended:
         moe_ffn.train({})
     assert ended.value.code == 0
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def head_of_page(where: Path) -> str:
+    """The text at the top of the page of the only run in `where`."""
+    (page,) = where.glob("runs/*/report.html")
+    html = page.read_text()
+    head = html[html.index("<header>") : html.index("</header>")]
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", head)))
+
+
+def test_the_page_of_a_finished_run(moe_run: Any) -> None:
+    assert "finished , step 6 of 6" in head_of_page(moe_run.where)
+    assert "report.html: " not in moe_run.stderr
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ArithmeticError("no such number")])
+def test_a_run_that_failed_has_a_page_that_says_interrupted(
+    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    step = LanguageModel.training_step
+
+    def fail(module: LanguageModel, *args: Any, **options: Any) -> Any:
+        if module.global_step == 3:
+            raise error
+        return step(module, *args, **options)
+
+    monkeypatch.setattr(LanguageModel, "training_step", fail)
+    if isinstance(error, KeyboardInterrupt):
+        assert run_train(tmp_path).code == 130
+    else:
+        with pytest.raises(ArithmeticError, match="no such number"):
+            run_train(tmp_path)
+
+    assert "interrupted , step 2 of 6" in head_of_page(tmp_path)
+
+
+def test_a_finished_run_is_not_lost_to_a_page_that_cannot_be_made(
+    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: Any, **_options: Any) -> None:
+        raise ZeroDivisionError("in the page\nand more")
+
+    monkeypatch.setattr(training_run, "write_report", fail)
+    run = run_train(tmp_path, "--trainer.max_steps", "2")
+
+    assert run.code == 0
+    assert "report.html: in the page" in run.stderr.splitlines()
+    assert (run.folder / "summary.json").exists()
+    assert "Results in" in run.stdout

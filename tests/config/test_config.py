@@ -7,6 +7,7 @@ import yaml
 from pydantic import Field
 
 from moe_ffn.config.base import Config
+from moe_ffn.config.errors import ConfigError
 from tests.helpers.refusing import answers
 from tests.helpers.shape_family import Drawing, mistakes
 
@@ -74,6 +75,9 @@ def test_every_mistake_has_its_line() -> None:
         "options.count: must be at least 1, got 0",
         "options.required: must be a whole number, got 0.5",
     ]
+    with pytest.raises(ConfigError) as refused:
+        Drawing(**data)  # a constructor raises the same lines
+    assert str(refused.value).splitlines() == mistakes(Drawing, data)
 
 
 def test_defaults_are_checked_too() -> None:

@@ -247,11 +247,35 @@ def test_saved_bytes_of_the_dense_block(tokens: Tokens) -> None:
     assert suites.saved_bytes(layer.module, tokens.x_BSD) == 4 * 64 * 16 * 4
 
 
+def test_adapters_are_compared_with_peft(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.setattr(suites, "ADAPTED", SMALL)
+    monkeypatch.setattr(suites, "TOKENS", (64,))
+    session = Session((), CPU, rounds=1)
+    suites.adapters(session)
+    assert [row[2] for row in session.targets] == ["time / peft, T 64", "peak memory / peft, T 64"]
+    assert {row[-1].split(",")[0] for row in session.targets} <= {"reached", "MISSED"}
+    printed = capsys.readouterr().out
+    assert "MiB" in printed
+    assert "DIFFERS" not in printed
+
+
+def test_peak_bytes_counts_what_is_alive_together() -> None:
+    def run() -> None:
+        one, two = torch.empty(1000), torch.empty(500)
+        del one
+        assert len(torch.empty(250)) + len(two) == 750
+
+    assert suites.peak_bytes(Candidate("", "", run), CPU) == 4 * 1500
+
+
 # ------------------------------------------------------------------------------------- targets
 
 
 @pytest.mark.parametrize("noisy", ["ours", DENSE])
-def test_a_promise_about_a_noisy_result_is_marked(
+def test_a_target_of_a_noisy_result_is_marked(
     noisy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = Session((), CPU)

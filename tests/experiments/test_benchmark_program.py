@@ -1,8 +1,9 @@
-"""`python -m experiments.benchmark` as a person types it."""
+"""The benchmark as a person types it, and what observing a model costs."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from experiments.benchmark import __main__ as program
 from experiments.benchmark.__main__ import main
+from experiments.overhead import MAX_OBSERVING
+from experiments.overhead import main as measure_overhead
 from moe_ffn.cli.exit import exit_on_bad_input
 
 REPOSITORY = Path(__file__).parents[2]
@@ -86,3 +89,32 @@ def test_every_suite_runs_without_other_libraries_and_help_loads_no_lightning(
     for part in ("--suite NAME", "loaded: []", "other libraries: none", "== targets =="):
         assert part in answer.stdout
     assert "not measured" in answer.stdout  # without Hugging Face
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["null", "swiglu"], ids=["moe", "moe with a shared expert"])
+def test_observing_costs_less_than_promised(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, shared: str
+) -> None:
+    measure_overhead(
+        [
+            *("--rounds", "1", "--logging.wandb.mode", "disabled"),
+            *("--model.ffn.shared_expert", shared, "--data.cache_dir", str(tmp_path / "cache")),
+        ]
+    )
+
+    found = re.search(r"^observing takes ([\d.]+)% of a step", capsys.readouterr().out, re.M)
+    assert found is not None
+    assert 0 < float(found[1]) / 100 < MAX_OBSERVING
+
+
+@pytest.mark.slow
+def test_the_callback_of_the_trainer_costs_less_than_promised(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed here")
+    measure_overhead(["--callback", "true", "--rounds", "1", "--steps", "10"])
+
+    found = re.search(r"^its own code takes ([\d.]+)% of a step", capsys.readouterr().out, re.M)
+    assert found is not None
+    assert 0 < float(found[1]) / 100 < MAX_OBSERVING

@@ -14,7 +14,7 @@ import moe_ffn
 import moe_ffn.interop
 import moe_ffn.metrics
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.json_files import Alarm
+from moe_ffn.runs.json_files import AlarmLine
 from moe_ffn.training.monitoring import alarms
 
 TEXT = "def f(x):"
@@ -68,7 +68,7 @@ def test_the_models_of_the_files_have_what_is_written(moe_run: Any) -> None:
         assert document.model_fields_set >= type(document).model_fields.keys()
     assert not run.summary.model_extra
     assert all(not sample.model_extra for sample in run.samples)
-    assert {field.name for field in fields(alarms.Alarm)} == Alarm.model_fields.keys()
+    assert {field.name for field in fields(alarms.Alarm)} == AlarmLine.model_fields.keys()
 
 
 def test_the_routing_of_a_text(moe_run: Any) -> None:

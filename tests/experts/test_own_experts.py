@@ -22,7 +22,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import Sizes
 from moe_ffn.runs.validate import check_layout
 from moe_ffn.studies.budget import Budget
-from tests.helpers.documented import python_with
+from tests.helpers.cases import python_with
 
 D_MODEL, D_FF, RANK = 8, 12, 3
 SHARED, OWN = 2 * D_MODEL * D_FF, RANK * (D_MODEL + D_FF)

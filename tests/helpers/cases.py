@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,3 +33,17 @@ def cases(
 
 def _is_quick(name: str, number: int, quick: Collection[str] | int) -> bool:
     return number % quick == 0 if isinstance(quick, int) else name in quick
+
+
+ROOT = Path(__file__).parents[2]
+
+
+CUSTOM = ("docs/tutorials/custom_ffn.md", "docs/howto/custom_experts.md")
+
+
+def python_with(text: str, *files: str) -> str:
+    """The block of Python in documents that holds `text`, which one alone does."""
+    page = "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files or CUSTOM)
+    found = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    (block,) = (code for code in found if text in code)
+    return block

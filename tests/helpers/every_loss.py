@@ -32,7 +32,7 @@ def for_every_loss(routing: Routing, **more: Any) -> RoutingForEveryLoss:
 
 def of_one_layer(loss: BalancingLoss) -> Callable[[Routing], Tensor]:
     """Return the loss of a model with one layer, whose step is one batch, even if it skips that layer."""
-    everywhere = replace(loss, concerns=lambda _: True)
+    everywhere = replace(loss, applies_to=lambda _: True)
 
     def value(routing: Routing) -> Tensor:
         found = everywhere.value({"layer_00": routing})

@@ -1,4 +1,4 @@
-"""THE table of routers: all that are registered, with the options that matter; a small layer and a batch."""
+"""All registered routers, with the options that matter; a small layer and a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that go wrong in some batches of a real fit."""
+"""Numbers that go wrong in some batches of a real fit, and the alarms and blocks that tests break."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.training.config import AlarmsConfig, TrainerConfig
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.objective import Objective
+from moe_ffn.training.monitoring.alarms import Advice, AlarmRules
+from moe_ffn.training.objective import Objective, ObjectiveConfig
+from moe_ffn.training.optimizer import AdamWConfig
 
 
 class Fault(Callback):
@@ -75,3 +79,26 @@ class Fault(Callback):
         values = values.clone()
         values.view(-1)[0] = self.value
         return values
+
+
+RATE = "lower optimizer.learning_rate (now 0.003) or lower trainer.gradient_clip_val (now 1)"
+
+
+def make_rules(model: dict[str, Any] | None = None, **trainer: Any) -> AlarmRules:
+    decoder = DecoderConfig.model_validate(model or {"ffn": "moe"})
+    advice = Advice(decoder, ObjectiveConfig(), AdamWConfig(), TrainerConfig(**trainer))
+    return AlarmRules(AlarmsConfig(after_steps=20), advice)
+
+
+OWN_BLOCK = """
+import torch
+from moe_ffn import FFNBlock, FFNConfig, FFNOutput
+class Config(FFNConfig, frozen=True):
+    def build(self, d_model): return Block()
+    def num_params(self, d_model): return 0
+    def flops_per_token(self, d_model, seq_len): return 0
+class Block(FFNBlock):
+    def forward(self, x, context=None):
+        %s
+        return FFNOutput(x)
+"""

@@ -7,13 +7,17 @@ import contextlib
 import io
 import multiprocessing
 import os
+import pty
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from multiprocessing.context import ForkProcess
@@ -274,3 +278,31 @@ def unfinished_copy(folder: Path) -> Path:
     copied = finished_copy(folder)
     (copied / SUMMARY_FILE).unlink()
     return copied
+
+
+def on_terminal(program: str, *argv: str, interrupt_at: bytes | None = None) -> tuple[int, str]:
+    """Run a program; return its exit code and the characters that it sent to its terminal.
+
+    Args:
+        interrupt_at: pattern in what it sent after which Ctrl-C is pressed once.
+    """
+    own, its = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *python_words(program), *argv],
+        cwd=REPOSITORY,
+        env=environment(TERM="xterm", COLUMNS="100"),
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+    )
+    os.close(its)
+    sent = b""
+    with suppress(OSError):  # the last process on it has ended
+        while block := os.read(own, 65_536):
+            sent += block
+            if interrupt_at is not None and re.search(interrupt_at, sent):
+                process.send_signal(signal.SIGINT)
+                interrupt_at = None
+    os.close(own)
+    return process.wait(timeout=60), sent.decode()

@@ -22,9 +22,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import moe_ffn
 from moe_ffn import audit
 from moe_ffn.cli.demo import MODEL
+from moe_ffn.cli.train import parse
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights import export_transformers
-from tests.helpers.transformers_models import FAMILIES, model_of
+from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed here")
 
@@ -100,6 +102,95 @@ def test_no_healthy_family_is_accused(family: str) -> None:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
     assert not [hook for hook in hooks if hook.__module__.startswith("moe_ffn")]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "skipped"),
+    [
+        ("jetmoe", {}, {"kernels", "health", "order"}),  # experts of other classes
+        ("llama4_text", {}, {"kernels", "health", "order"}),
+        ("longcat_flash", LATENT, {"kernels", "health", "order"}),  # rows without an expert
+        ("zaya", {"num_experts_per_tok": 1}, {"order"}),  # routers with arguments by name
+    ],
+)
+def test_no_family_with_other_experts_is_accused(
+    family: str, options: dict[str, Any], skipped: set[str]
+) -> None:
+    inputs = {name: value[:4, :24] for name, value in batch().items()}
+    report = audit(healthy(family, **options), inputs)
+    assert not problems(report), report
+    assert len(set(report.layers)) == len(report.layers)
+    assert {finding.check for finding in report.findings if finding.verdict == "skip"} == skipped
+
+
+def test_a_layer_that_no_token_reaches_is_not_accused() -> None:
+    model = healthy()
+    model.prediction = healthy().model.layers[
+        1
+    ]  # as layers for images, or for the token after the next
+    report = audit(model, batch())
+    assert set(problems(report)) == {"structure"}, report  # the config does not declare the layer
+    unreached = [f.place for f in report.findings if "reaches this layer" in f.sentence]
+    assert unreached == ["prediction.mlp"]
+
+
+def modules_to_save() -> Any:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["experts"])
+    return peft.get_peft_model(healthy(), config)
+
+
+def one_expert() -> Any:
+    return healthy(**dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 1))
+
+
+def noisy_in_training() -> Any:
+    return healthy("phimoe", router_jitter_noise=0.3).train()
+
+
+@pytest.mark.parametrize("build", [modules_to_save, one_expert, noisy_in_training])
+def test_no_healthy_setting_is_accused(build: Callable[[], Any]) -> None:
+    inputs = {name: value[:4, :24] for name, value in batch().items()}
+    inputs["attention_mask"][1] = 0  # a sequence of padding
+    model = build()
+    state = torch.get_rng_state()
+    report = audit(model, inputs)
+    assert not problems(report), report
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_compiled_model_is_audited_without_its_compiler() -> None:
+    case = our_demo()
+    compiled: Any = torch.compile(case.model, backend="eager")
+    report = audit(compiled, case.batch)
+    assert report.model == "Decoder"
+    assert not problems(report), report
+
+
+def test_other_tensors_of_a_batch_are_no_obstacle() -> None:
+    case = with_loss()
+    positions = torch.arange(64).expand(8, 64)
+    report = audit(case.model, {**batch(), "position_ids": positions})
+    assert not problems(report), report
+    assert "cannot be padded, because it has position_ids" in str(report)
+
+
+def test_an_optimizer_in_the_backward_pass_does_not_run() -> None:
+    model = healthy()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
+    before = [parameter.clone() for parameter in model.parameters()]
+    audit(model, batch())
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_bad_batches_are_one_sentence() -> None:
+    model = healthy()
+    ids = batch()["input_ids"]
+    with pytest.raises(ConfigError, match="no token to predict: all labels are -100"):
+        audit(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+    model.register_forward_hook(lambda module, args, output: output.logits[:, -1:])
+    with pytest.raises(ConfigError, match=r"logits for each token of input_ids \[8, 64\]"):
+        audit(model, ids)
 
 
 def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
@@ -187,6 +278,19 @@ def fewer_experts_per_token_than_declared() -> Case:
     return case
 
 
+def two_layers_with_the_same_experts() -> Case:
+    case = plain()
+    case.model.model.layers[1].mlp.experts = case.model.model.layers[0].mlp.experts
+    return case
+
+
+def one_expert_that_was_not_loaded() -> Case:
+    case = plain()
+    with torch.no_grad():
+        experts_of(case).down_proj[3] = 0
+    return case
+
+
 def weights_that_are_not_renormalised() -> Case:
     case = plain(norm_topk_prob=True)
     router_of(case).norm_topk_prob = False
@@ -209,12 +313,28 @@ def names_of_modules_that_fused_experts_lack() -> Case:
     return lora(target_modules=["q_proj", "w1", "w2", "w3"])
 
 
+def a_router_to_save_by_another_name() -> Case:
+    return lora(target_parameters=BOTH, modules_to_save=["router"])
+
+
 def an_adapter_on_attention_alone() -> Case:
     return lora()
 
 
 def an_adapter_on_one_matrix_of_the_experts() -> Case:
     return lora(target_parameters=BOTH[:1])
+
+
+def disabled_adapters() -> Case:
+    case = lora(target_parameters=BOTH)
+    case.model.base_model.disable_adapter_layers()
+    return case
+
+
+def a_frozen_model_with_an_optimizer() -> Case:
+    case = adamw(with_loss())
+    case.model.requires_grad_(requires_grad=False)
+    return case
 
 
 def adapters_loaded_for_inference() -> Case:
@@ -423,6 +543,7 @@ LOSSES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "without the factor E": lambda f: lambda logits, E, k, mask: f(logits, E, k, mask) / E,
     "padding counts": lambda f: lambda logits, E, k, mask: f(logits, E, k, None),
     "the last layer alone": lambda f: lambda logits, E, k, mask: f(logits[-1:], E, k, mask),
+    "without a gradient": lambda f: lambda *args: f(*args).detach(),
     "of one expert per token": lambda f: lambda logits, E, k, mask: f(logits, E, 1, mask),
 }
 
@@ -647,10 +768,12 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
     "structure": [
         fewer_experts_than_declared, narrower_experts_than_declared,
         a_dense_layer_in_the_place_of_a_sparse_one, fewer_experts_per_token_than_declared,
-        weights_that_are_not_renormalised,
+        weights_that_are_not_renormalised, two_layers_with_the_same_experts,
+        one_expert_that_was_not_loaded,
     ],
     "left out": [
         names_of_modules_that_fused_experts_lack, an_adapter_on_attention_alone,
+        a_router_to_save_by_another_name, disabled_adapters,
         an_adapter_on_one_matrix_of_the_experts, a_quantiser_that_replaces_linear_layers_alone,
     ],
     "learning": [
@@ -660,7 +783,7 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
         one_expert_per_token_with_a_weight_of_one, experts_computed_without_gradient,
         one_expert_without_a_gradient, a_gradient_of_nan, gradients_of_the_next_expert,
         an_optimizer_without_the_experts, an_optimizer_without_the_routers,
-        experts_with_a_rate_of_zero, decay_on_the_biases_of_experts,
+        experts_with_a_rate_of_zero, a_frozen_model_with_an_optimizer, decay_on_the_biases_of_experts,
     ],
     "balancing": [
         training_without_a_balancing_loss, a_balancing_loss_of_weight_zero,
@@ -705,6 +828,26 @@ def test_a_wrong_balancing_loss_is_found(defect: str) -> None:
     with other_loss(LOSSES[defect]):
         report = audit(case.model, case.batch)
     assert set(problems(report)) == {"balancing"}, report
+
+
+@pytest.mark.parametrize(
+    ("router", "needs_a_loss"),
+    [
+        ("top_k", True), ("top_p", True), ("noisy_top_k", True), ("sigmoid_top_k", False),
+        ("relu", False), ("hash", False), ("expert_threshold", False), ("sinkhorn", False),
+        ("expert_choice", False), ("balanced_assignment", False),
+    ],
+)  # fmt: skip
+def test_a_router_that_balances_itself_needs_no_loss(router: str, needs_a_loss: bool) -> None:
+    options = {
+        "num_layers": 1,
+        "d_model": 16,
+        "causal": False,
+        "ffn": {"type": "moe", "router": router},
+    }
+    decoder = moe_ffn.DecoderConfig.model_validate(options).build(64, 64)
+    report = audit(decoder, batch(), objective=ObjectiveConfig(load_balance=0.0))
+    assert ("balancing" in problems(report)) is needs_a_loss, report
 
 
 def test_forty_defects_or_more_are_planted() -> None:
@@ -758,6 +901,17 @@ def test_experts_in_a_list_are_checked_as_far_as_they_can_be_seen() -> None:
     model = Listed()
     model.experts[2][2].register_forward_hook(lambda module, args, output: output * 0)
     assert "experts computed tokens but have a gradient of zero: 2" in str(audit(model, batch()))
+
+
+@pytest.mark.parametrize("name", ["hash", "mixture_of_depths"])
+def test_blocks_of_ours_are_not_accused_and_random_states_stay(name: str) -> None:
+    sizes = ["--model.d_model", "16", "--model.num_layers", "2"]
+    config = parse(["--config", f"configs/blocks/{name}.yaml", *sizes])
+    model = config.model.build(64, 64)
+    state = torch.get_rng_state()
+    report = audit(model, batch())
+    assert set(problems(report)) <= {"health"}, report  # new routers may leave an expert idle
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_our_blocks_in_a_model_of_transformers() -> None:

@@ -23,7 +23,7 @@ from moe_ffn.data.tokenizer import BytesConfig
 from moe_ffn.interop import replay, watch
 from moe_ffn.weights.to_transformers import export_transformers
 from tests.helpers import theirs
-from tests.helpers.documented import python_with
+from tests.helpers.cases import python_with
 from tests.helpers.tiny_runs import Finished, run_here
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(12))

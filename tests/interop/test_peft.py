@@ -1,7 +1,10 @@
-"""LoRA on the experts through `peft`: what is trained, what is left alone, and what is merged."""
+"""LoRA on the experts through `peft`: what is trained, left alone and merged, and the same on our kernels."""
 
 from __future__ import annotations
 
+import copy
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 import moe_ffn
-from moe_ffn import ConfigError, DecoderConfig
-from moe_ffn.interop.transformers import register
+from moe_ffn import ConfigError, DecoderConfig, build_ffn
+from moe_ffn.interop import fuse_adapters, register
+from tests.helpers.transformers_models import model_of
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed here")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)
 
 NUM_EXPERTS, D_MODEL, D_FF, NUM_LAYERS, VOCAB_SIZE, RANK = 4, 16, 8, 2, 32, 2
 
@@ -63,7 +70,6 @@ def logits_of(model: Any, ids_BS: Tensor) -> Tensor:
     return model(ids_BS).logits
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", MODELS)
 def test_experts_are_adapted_trained_and_merged(kind: str, tmp_path: Path) -> None:
     model, ids_BS = adapted(kind, tmp_path), torch.arange(32).view(2, 16)
@@ -120,3 +126,184 @@ def test_a_model_with_adapters_is_not_saved_as_one_without(tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=r"adapters of peft.*merge_and_unload\(\)"):
             moe_ffn.save_pretrained(given, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+# -- the adapters on our kernels
+
+OURS: dict[str, dict[str, Any]] = {
+    "gated": {"type": "swiglu"},
+    "plain with biases": {"type": "mlp", "bias": True},
+    "without a compiled kernel": {"type": "soft_capped_swiglu"},
+}
+FAMILIES = ("mixtral", "gpt_oss", "nemotron_h", "qwen3_moe")
+"""Gated; interleaved, transposed and with biases; plain; and many small experts."""
+
+
+def with_lora(model: nn.Module, names: list[str], **options: Any) -> Any:
+    config = peft.LoraConfig(
+        **{"r": RANK, "lora_alpha": 8, "target_modules": [], "target_parameters": names, **options}
+    )
+    return random_adapters(peft.get_peft_model(model, config))
+
+
+def random_adapters(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) / 4
+    return model
+
+
+def block(experts: dict[str, Any]) -> Any:
+    """Adapters in a block of 8 experts, the last two of which get none of `inputs_of`."""
+    torch.manual_seed(0)
+    router = {"type": "forced", "k": 2}
+    ffn = build_ffn(
+        {"type": "moe", "num_experts": 8, "router": router, "experts": {"d_ff": D_FF, **experts}},
+        d_model=D_MODEL,
+    ).double()
+    names = ["experts.up" if experts["type"] == "mlp" else "experts.gate_up", "experts.down"]
+    return with_lora(ffn, names)
+
+
+def live(family: str) -> Any:
+    register()
+    model = model_of(family, {}).double()
+    model.set_experts_implementation("moe_ffn")
+    first = "up_proj" if family == "nemotron_h" else "gate_up_proj"
+    return with_lora(model, [f"experts.{first}", "experts.down_proj"])
+
+
+def step(model: Any) -> dict[str, Tensor]:
+    """The output and every gradient."""
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(1)
+    if hasattr(model.base_model.model, "lm_head"):
+        y = model(
+            input_ids=torch.randint(3, 64, (2, 9), generator=generator), use_cache=False
+        ).logits
+        x = torch.zeros((), requires_grad=True)
+    else:
+        x = torch.randn(1, 3, D_MODEL, generator=generator).double().requires_grad_()
+        y = model(x).hidden
+    y.square().mean().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), **({} if x.grad is None else {"x": x.grad}), **grads}
+
+
+def assert_same(model: Any, reference: Any) -> dict[str, Tensor]:
+    found, expected = step(model), step(reference)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    return found
+
+
+@pytest.fixture
+def without_adapted_weights(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make peft's own way, which computes all experts' adapted weights, fail for fused models."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    usual = ParamWrapper._activate_lora
+
+    def activate(self: Any, names: list[str]) -> Any:
+        assert type(self) is ParamWrapper
+        return usual(self, names)
+
+    monkeypatch.setattr(ParamWrapper, "_activate_lora", activate)
+
+
+@pytest.mark.usefixtures("without_adapted_weights")
+@pytest.mark.parametrize("kind", OURS)
+def test_our_kernels_compute_what_peft_does(kind: str) -> None:
+    reference = block(OURS[kind])
+    found = assert_same(fuse_adapters(copy.deepcopy(reference)), reference)
+    adapters = {name: grad for name, grad in found.items() if "lora_A" in name}
+    assert len(adapters) == 2
+    for grad in adapters.values():
+        assert torch.equal(grad.view(8, -1).any(dim=1), torch.arange(8) < 6)
+
+
+@pytest.mark.usefixtures("without_adapted_weights")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_compute_what_peft_does(family: str) -> None:
+    reference = live(family)
+    model = fuse_adapters(copy.deepcopy(reference))
+    found = assert_same(model, reference)
+    assert any("lora_B" in name and grad.any() for name, grad in found.items())
+
+
+def test_other_implementations_of_a_fused_model_are_adapted_too() -> None:
+    reference = live("mixtral")
+    model = fuse_adapters(copy.deepcopy(reference))
+    for each in (model, reference):
+        each.set_experts_implementation("eager")
+    assert_same(model, reference)
+
+
+@pytest.mark.usefixtures("without_adapted_weights")
+def test_adapters_are_switched_added_disabled_saved_and_merged(tmp_path: Path) -> None:
+    reference = block(OURS["gated"])
+    model = fuse_adapters(copy.deepcopy(reference))
+    names = reference.peft_config["default"].target_parameters
+    both = (model, reference)
+    more = peft.LoraConfig(r=3, use_rslora=True, target_modules=[], target_parameters=names)
+    for each in both:
+        each.add_adapter("second", more)
+        random_adapters(each)
+    outputs = []
+    for active in ("default", "second", ["default", "second"]):
+        for each in both:
+            each.base_model.set_adapter(active)
+        outputs.append(assert_same(model, reference)["y"])
+    with model.disable_adapter(), reference.disable_adapter():
+        outputs.append(step(model)["y"])
+        torch.testing.assert_close(outputs[-1], step(reference)["y"])
+    assert all(not torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
+
+    for each in both:
+        each.set_adapter("second")
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    base = copy.deepcopy(reference).unload()
+    for again in (
+        peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "second", is_trainable=True),
+        fuse_adapters(peft.PeftModel.from_pretrained(base, tmp_path / "second", is_trainable=True)),
+    ):
+        torch.testing.assert_close(step(again)["y"], outputs[1])
+
+    merged, expected = (each.merge_and_unload() for each in both)
+    assert merged.state_dict().keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
+def test_peft_itself_refuses_dropout_and_dora(options: dict[str, Any]) -> None:
+    ffn = build_ffn({"type": "moe", "num_experts": 4}, d_model=D_MODEL)
+    with pytest.raises(ValueError, match="does not work with"):
+        with_lora(ffn, ["experts.down"], **options)
+
+
+def test_experts_without_an_adapter_are_named(tmp_path: Path) -> None:
+    model = with_lora(ours(tmp_path), [], target_modules=["query"])
+    message = (
+        "2 of 2 layers have experts without an adapter, of which the first is layers.0.ffn.experts; add "
+        "target_parameters=['experts.gate_up', 'experts.down'] to LoraConfig to adapt them"
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        fuse_adapters(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fuse_adapters(adapted("ours", tmp_path / "other"))
+
+
+def test_models_whose_experts_we_do_not_compute_are_refused() -> None:
+    with pytest.raises(ConfigError, match="has no experts with stacked matrices"):
+        fuse_adapters(nn.Linear(2, 2))
+    model = live("mixtral")
+    model.set_experts_implementation("grouped_mm")
+    with pytest.raises(ConfigError) as caught:
+        fuse_adapters(model)
+    assert str(caught.value) == (
+        "transformers runs MixtralExperts on 'grouped_mm'; call moe_ffn.interop.register() and "
+        "model.set_experts_implementation('moe_ffn') first"
+    )

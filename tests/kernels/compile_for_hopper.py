@@ -2,7 +2,7 @@
 
 Prints one JSON line per variant: what ptxas says of registers and spills, shared memory, and whether
 the products became `wgmma`. The interpreter, under which the other tests run, proves none of this.
-Run by `test_triton_compiles.py`, in a process of its own: the interpreter must be off.
+Run by `test_triton.py`, in a process of its own: the interpreter must be off.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
     }
     where = {"E": E, "GROUP": launch.GROUP, "PRECISION": "ieee"}
     without: dict[str, Any] = {"bias_ptr": None}
-    dropless: dict[str, Any] = {"dropout_ptr": None}
+    dropless: dict[str, Any] = {"dropout_ptr": None, "added_ptr": None}
     for name, epilogue in epilogues.items():
         widths = {"D": D, "F": F, **where, **epilogue}
         for kernel, tiles in (
@@ -98,7 +98,7 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
             some = tiles if name in ("swiglu", "gelu") else tiles[:1]
             yield name, kernel, "bf16", {**widths, **without, **dropless}, some
             if name == "clamped":
-                yield "clamped, bias and dropout", kernel, "bf16", widths, tiles[:1]
+                yield "clamped, bias, dropout and adapter", kernel, "bf16", widths, tiles[:1]
     odd = {"D": 1000, "F": 1400, **where, **swiglu, **without, **dropless}
     yield "odd widths", hidden_kernel, "bf16", odd, launch.HIDDEN[:1]
     yield "odd widths", hidden_gradient_kernel, "bf16", odd, launch.HIDDEN_GRADIENT[:1]

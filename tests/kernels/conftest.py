@@ -57,6 +57,7 @@ def make_weights() -> Callable[..., ExpertWeights]:
         bias: bool = True,
         activation: Any = "silu",
         dtype: torch.dtype = torch.float32,
+        rank: int = 0,
         **more: Any,
     ) -> ExpertWeights:
         generator = torch.Generator().manual_seed(4)
@@ -66,6 +67,13 @@ def make_weights() -> Callable[..., ExpertWeights]:
             drawn = torch.randn(shape, generator=generator) / (1 if len(shape) == 2 else 4)
             return drawn.to(DEVICE, dtype).requires_grad_()
 
+        adapters = {
+            "up_a_ERD": (rank, d_model),
+            "up_b_EHR": (rows, rank),
+            "down_a_ERF": (rank, d_ff),
+            "down_b_EDR": (d_model, rank),
+        }
+        more |= {name: leaf(num_experts, *shape) for name, shape in adapters.items() if rank}
         return ExpertWeights(
             activation=activation,
             up_EHD=leaf(num_experts, rows, d_model),

@@ -10,14 +10,17 @@ from torch import Tensor
 from moe_ffn.kernels.base import Backend, ExpertWeights
 from moe_ffn.outputs import Plan
 
-NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
+NAMES = (
+    *("x", "weights", "up", "down", "up_bias", "down_bias"),
+    *("up_a", "up_b", "down_a", "down_b"),
+)
 
 Given = tuple[Tensor, Plan, ExpertWeights]
 """Arguments of a backend."""
 
 
 def leaves_of(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> dict[str, Tensor]:
-    """The tensors that may have gradients, by NAMES, without absent biases."""
+    """The tensors that may have gradients, by NAMES, without absent biases and adapters."""
     tensors = zip(NAMES, (x_TD, plan.weights_N, *weights.parameters), strict=True)
     return {name: tensor for name, tensor in tensors if tensor is not None}
 

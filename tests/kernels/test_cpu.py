@@ -55,6 +55,8 @@ KINDS: dict[str, dict[str, Any]] = {
     **{f"plain_{name}": {"activation": name} for name in get_args(Activation)},
     **{f"gated_{name}": {"activation": name, "gated": True} for name in get_args(Activation)},
     "clamped": {"activation": "silu", "gated": True, "gate_function": ClampedSwiGLU(1.7, 0.5)},
+    "adapted": {"activation": "silu", "gated": True, "rank": 2},
+    "interleaved_adapted": {"activation": "silu", "gated": True, "rank": 2, "interleaved": True},
 }
 
 
@@ -67,9 +69,21 @@ def test_every_activation_and_gradient_is_that_of_the_loop(
     assert_close(derive(cpu, *given), derive(loop, *given), 1e-11)
 
 
+def test_adapters_add_to_the_matrices(make: Any) -> None:
+    x_TD, plan, weights = make(gated=True, rank=2)
+
+    def materialised(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+        up, down, up_bias, down_bias, up_a, up_b, down_a, down_b = weights.parameters
+        adapted = up + up_b @ up_a, down + down_b @ down_a, up_bias, down_bias
+        return loop(x_TD, plan, weights.with_parameters(*adapted, *[None] * 4))
+
+    wanted = derive(materialised, x_TD, plan, weights)
+    assert_close(derive(loop, x_TD, plan, weights), wanted, 1e-11)
+
+
 @each_way
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("kind", ["gated_silu", "clamped"])
+@pytest.mark.parametrize("kind", ["gated_silu", "clamped", "adapted"])
 def test_gradients_are_those_of_finite_differences(
     cpu: Any, kind: str, dropout: float, make: Any
 ) -> None:
@@ -78,7 +92,9 @@ def test_gradients_are_those_of_finite_differences(
 
     def function(x_TD: Tensor, weights_N: Tensor, *parameters: Tensor) -> Tensor:
         torch.manual_seed(3)  # the same units are dropped at every call
-        return cpu(x_TD, replace(plan, weights_N=weights_N), weights.with_parameters(*parameters))
+        present = iter(parameters)
+        given = (None if each is None else next(present) for each in weights.parameters)
+        return cpu(x_TD, replace(plan, weights_N=weights_N), weights.with_parameters(*given))
 
     assert torch.autograd.gradcheck(function, tuple(leaves_of(*given).values()), fast_mode=True)
 
@@ -97,7 +113,7 @@ def test_dropout_multiplies_the_hidden_units_by_its_mask(cpu: Any, kind: str, ma
     mask_NF = dropout_mask(11, weights, x_TD.dtype, x_TD.device)
     assert mask_NF is not None
     plain, wanted = replace(weights, dropout=0.0), torch.zeros_like(x_TD)
-    up, down, up_bias, down_bias = weights.parameters
+    up, down, up_bias, down_bias, *_ = weights.parameters
     experts = [0] * 7 + [1] * 2 + [3] * 2
     for n, (token, expert) in enumerate(zip(plan.token_ids_N[:11].tolist(), experts, strict=True)):
         hidden_F = plain.activate(up[expert] @ x_TD[token] + up_bias[expert]) * mask_NF[n]
@@ -106,7 +122,13 @@ def test_dropout_multiplies_the_hidden_units_by_its_mask(cpu: Any, kind: str, ma
         torch.testing.assert_close(got, wanted)
 
 
-FROZEN = {"experts": NAMES[2:], "up": ("up", "up_bias"), "down": ("down", "down_bias"), "x": ("x",)}
+FROZEN = {
+    "experts": NAMES[2:6],
+    "all": NAMES[2:],
+    "up": ("up", "up_bias"),
+    "down": ("down", "down_bias"),
+    "x": ("x",),
+}
 
 
 @each_way
@@ -114,7 +136,7 @@ FROZEN = {"experts": NAMES[2:], "up": ("up", "up_bias"), "down": ("down", "down_
 def test_what_is_frozen_gets_no_gradient_and_changes_no_other(
     cpu: Any, frozen: tuple[str, ...], make: Any
 ) -> None:
-    given = make(**KINDS["gated_silu"])
+    given = make(**KINDS["adapted"])
     wanted = derive(cpu, *given)
     for name in frozen:
         leaves_of(*given)[name].requires_grad_(False)

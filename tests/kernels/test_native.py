@@ -59,6 +59,11 @@ class Case:
         if options.pop("bias"):
             options["up_bias_EH"] = leaf(num_experts, rows)
             options["down_bias_ED"] = leaf(num_experts, d_model)
+        if rank := options.pop("rank", 0):
+            options["up_a_ERD"] = leaf(num_experts, rank, d_model, scale=d_model)
+            options["up_b_EHR"] = leaf(num_experts, rows, rank, scale=rank)
+            options["down_a_ERF"] = leaf(num_experts, rank, d_ff, scale=d_ff)
+            options["down_b_EDR"] = leaf(num_experts, d_model, rank, scale=rank)
         return (
             x_TD,
             self.plan(weights_N),
@@ -107,6 +112,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {"activation": "gelu"},
     "interleaved": {"gated": True, "interleaved": True},
     "no biases": {"gated": True, "bias": False},
+    "adapted": {"gated": True, "rank": 5},
 }
 
 
@@ -300,9 +306,9 @@ def test_the_tensors_of_a_plan_need_not_be_contiguous() -> None:
     assert torch.equal(native(x_TD, replace(plan, **spread), weights), native(x_TD, plan, weights))
 
 
-@pytest.mark.parametrize("frozen", [(), ("x",), ("up",), NAMES[2:]], ids=str)
+@pytest.mark.parametrize("frozen", [(), ("x",), ("up",), NAMES[2:6], NAMES[2:]], ids=str)
 def test_what_is_frozen_costs_no_gradient(frozen: tuple[str, ...]) -> None:
-    case = Case(*SHAPES["one token"], torch.float32)
+    case = Case(*SHAPES["one token"], torch.float32, KINDS["adapted"])
     given = case.given()
     for name, leaf in leaves_of(*given).items():
         leaf.requires_grad_(name not in frozen)

@@ -14,6 +14,7 @@ from moe_ffn.kernels import cpu as cpu_operator
 from moe_ffn.kernels.activations import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.routing import balanced_assignment, sinkhorn
+from tests.kernels.derivatives import leaves_of
 
 EXPERTS = [[0, 2], [0, None], [1, 2]]
 GATES = {
@@ -56,10 +57,10 @@ def test_the_operators_of_the_cpu_are_what_torch_asks_for(
     run = lambda: cpu_operator.run_operator(x_TD, plan, weights)  # noqa: E731
     opcheck(cpu_operator.experts, called(cpu_operator, "experts", run), test_utils=check)
     arguments = called(cpu_operator, "experts", run)
-    tensors, options = arguments[:10], arguments[10:15]
+    tensors, options = arguments[:14], arguments[14:19]
     y_TD, pre_activation_NH = (value.detach() for value in cpu_operator.experts(*arguments))
     tensors = [None if value is None else value.detach() for value in tensors]
-    for wanted in ([True] * 6, [False, True, True, False, False, False]):
+    for wanted in ([True] * 10, [False, True, True, *[False] * 7]):
         given = (torch.randn_like(y_TD), *tensors, pre_activation_NH, *options, wanted)
         opcheck(cpu_operator.experts_backward, given, test_utils=check)
 
@@ -83,8 +84,8 @@ def test_under_autocast_the_first_product_has_its_dtype(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [*({"gate_function": gate} for gate in GATES.values()), {"interleaved": True}],
-    ids=[*GATES, "interleaved"],
+    [*({"gate_function": gate} for gate in GATES.values()), {"interleaved": True}, {"rank": 2}],
+    ids=[*GATES, "interleaved", "adapted"],
 )
 def test_the_operator_computes_what_cpu_does(
     options: dict[str, Any], dtype: torch.dtype, make_weights: Any, make_plan_of: Any
@@ -92,7 +93,7 @@ def test_the_operator_computes_what_cpu_does(
     weights = make_weights(**options, dtype=dtype)
     plan = make_plan_of(EXPERTS, 3)
     x_TD = torch.randn(3, 20).to(dtype).requires_grad_()
-    leaves = [x_TD, plan.weights_N, *weights.parameters]
+    leaves = list(leaves_of(x_TD, plan, weights).values())
     found: list[list[Tensor]] = []
     for run in (cpu, cpu_operator.run_operator):
         y_TD = run(x_TD, plan, weights)
@@ -123,10 +124,10 @@ def test_the_operators_of_triton_are_what_torch_asks_for(
     x_TD = torch.randn(3, 16, device=plan.offsets_E.device, requires_grad=True)
     arguments = called(launch, "experts", lambda: triton.triton(x_TD, plan, weights))
     opcheck(launch.experts, arguments)
-    tensors = [None if value is None else value.detach() for value in arguments[:11]]
+    tensors = [None if value is None else value.detach() for value in arguments[:15]]
     y_TD, pre_NH = (value.detach() for value in launch.experts(*arguments))
-    for wanted in ([True] * 6, [False, True, True, False, False, False]):
-        given = (torch.randn_like(y_TD), *tensors, pre_NH, *arguments[11:14], wanted)
+    for wanted in ([True] * 10, [False, True, True, *[False] * 7]):
+        given = (torch.randn_like(y_TD), *tensors, pre_NH, *arguments[15:18], wanted)
         opcheck(launch.experts_backward, given)
 
 

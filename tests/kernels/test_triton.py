@@ -7,7 +7,12 @@ T tokens, E experts, N (token, expert) pairs
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -79,6 +84,16 @@ def test_every_activation_equals_the_loop(
     plan = PLANS["lopsided"]
     weights = make_weights(activation=activation, gated=gated, bias=gated)
     check(tokens(len(plan)), make_plan_of(plan, 3), weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_adapters_equal_the_loop(
+    gated: bool, dtype: torch.dtype, make_weights: Any, make_plan_of: Any
+) -> None:
+    plan = PLANS["lopsided"]
+    weights = make_weights(gated=gated, rank=3, dtype=dtype)
+    check(tokens(len(plan), dtype), make_plan_of(plan, 3), weights)
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
@@ -188,7 +203,9 @@ def test_training_and_evaluation_give_the_same_bits(make_weights: Any, make_plan
 
 def test_frozen_weights_get_no_gradient(make_weights: Any, make_plan_of: Any) -> None:
     plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
-    frozen = weights.with_parameters(weights.up_EHD.detach(), weights.down_EDF.detach(), None, None)
+    frozen = weights.with_parameters(
+        weights.up_EHD.detach(), weights.down_EDF.detach(), *[None] * 6
+    )
     given = tokens(9), replace(plan, weights_N=plan.weights_N.detach()), frozen
     assert_close(derive(backend.triton, *given), derive(loop, *given), 1e-5)
 
@@ -241,3 +258,34 @@ def test_unsupported_inputs_are_rejected_with_a_reason(
     monkeypatch.setattr(backend, "INSTALLED", False)
     with pytest.raises(ValueError, match="needs the package triton, which is not installed"):
         run_experts(tokens(1), plan, weights, "triton")
+
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+REPOSITORY = Path(__file__).parents[2]
+HOPPER_SHARED_MEMORY = 227 * 1024  # bytes that one program may have
+
+
+@pytest.mark.slow  # some forty compilations take about two minutes on one core
+def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    environment.pop("TRITON_INTERPRET", None)
+    finished = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_for_hopper.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    variants = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert len(variants) > 30
+    for variant in variants:
+        assert variant["spilled"] <= 64, variant
+        assert variant["shared"] <= HOPPER_SHARED_MEMORY, variant
+        # The tensor cores of Hopper run at full speed by this instruction alone.
+        multiplies = variant["kernel"] not in ("combine_kernel", "bias_gradient_kernel")
+        full_precision = variant["variant"] == "float32"
+        assert (variant["wgmma"] > 0) == (multiplies and not full_precision), variant
+        # Loads that run ahead of the products.
+        assert (variant["cp.async"] > 0) == multiplies, variant

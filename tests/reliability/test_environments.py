@@ -21,12 +21,12 @@ from moe_ffn.config.environment import (
 )
 from moe_ffn.config.errors import ConfigError, printable
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
-from tests.helpers.terminal import on_terminal
 from tests.helpers.tiny_runs import (
     Finished,
     finish,
     finished_copy,
     lasting_folder,
+    on_terminal,
     options,
     python_words,
     run,

@@ -16,13 +16,13 @@ import pytest
 
 from tests.helpers.cut import killing
 from tests.helpers.same_run import require_same
-from tests.helpers.terminal import on_terminal
 from tests.helpers.tiny_runs import (
     WITH_ALARMS,
     Finished,
     finish,
     fork_all,
     lasting_folder,
+    on_terminal,
     options,
     run,
     run_here,

@@ -1,25 +1,40 @@
-"""Two runs of one name, and two that prepare the same data: nothing is mixed up."""
+"""Runs that share a name or a corpus are kept apart; a run leaves no file open."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import CONFIG_FILE, make_run_folder
-from tests.helpers.same_run import require_same, snapshot
+from moe_ffn.runs.folder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+    make_run_folder,
+)
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
+from tests.helpers.same_run import differences, differing, require_same, snapshot
+from tests.helpers.synthetic_run import change
 from tests.helpers.tiny_runs import (
+    NEWEST,
     finish,
+    finished_copy,
     fork_all,
+    losses,
     options,
     run_here,
     start,
+    trained,
     write_corpus,
 )
 
@@ -104,3 +119,83 @@ def test_processes_that_prepare_the_same_data(tmp_path: Path, number: int, state
     assert fork_all([functools.partial(prepare_in, cache, corpus)] * number) == [0] * number
 
     assert snapshot(cache) == snapshot(alone)
+
+
+STEPS = 30
+MAX_BYTES_PER_ROW = 5_000
+"""Largest size of a row of the metrics, which has some 70 numbers here."""
+
+EVERYTHING_ON = {
+    "run__name": "long",
+    "model__ffn": (
+        "{type: moe, num_experts: 4, router: {type: sigmoid_top_k, correction_bias: true}, "
+        "capacity: {factor: 1.0}, shared_expert: {type: swiglu, d_ff: 16}}"
+    ),
+    "model__dropout": "0.1",
+    "logging__every_n_steps": "10",
+    "trainer__early_stopping": "{patience: 1000}",
+    "trainer__max_steps": str(STEPS),
+    "trainer__validate_every_n_steps": "10",
+    "checkpoints__every_n_steps": "5",
+}
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_run_leaves_no_file_open(tmp_path: Path) -> None:
+    trained()  # so that all is imported
+    gc.collect()  # memory maps, which are open files
+    before = num_open_files()
+
+    done = run_here(*options(tmp_path, **EVERYTHING_ON))
+
+    assert done.code == 0, done.stderr
+    gc.collect()
+    assert num_open_files() <= before
+    folder = tmp_path / "runs/long"
+    assert list(losses(folder)) == list(range(10, STEPS + 1, 10))
+    assert (folder / METRICS_FILE).stat().st_size < (STEPS // 10 + 20) * MAX_BYTES_PER_ROW
+    assert len(list((folder / "checkpoints").iterdir())) == 3, "the last two and the best"
+
+
+def test_a_last_digit_of_a_weight_is_a_difference_and_durations_are_none(tmp_path: Path) -> None:
+    other = finished_copy(tmp_path)
+    change(other / SUMMARY_FILE, tokens_per_second=1)
+    assert differences(trained(), other) == []
+
+    path = other / "checkpoints" / NEWEST
+    values = read_checkpoint(path)
+    weight = next(iter(values["state_dict"].values()))
+    weight.view(-1)[3] = weight.view(-1)[3].nextafter(weight.new_tensor(9.0))
+    write_checkpoint(values, path)
+    assert differences(trained(), other)[0].startswith(f"{NEWEST}/state_dict")
+
+
+@pytest.mark.parametrize(
+    ("name", "digit"), [(METRICS_FILE, "0"), (SAMPLES_FILE, "8"), (SUMMARY_FILE, "0")]
+)
+def test_another_digit_is_a_difference(tmp_path: Path, name: str, digit: str) -> None:
+    other = finished_copy(tmp_path)
+    text = (other / name).read_text()
+    (other / name).write_text(text.replace(digit, "1", 1))
+
+    assert differences(trained(), other)[0].startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 1.0),
+        ({"a": None}, {}),
+        ([1], [1, 2]),
+        (torch.zeros(2), torch.zeros(1, 2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.tensor([torch.nan]), torch.tensor([0.5])),
+    ],
+    ids=repr,
+)
+def test_values_that_differ(one: Any, other: Any) -> None:
+    assert len(differing(one, other, "value")) == 1
+    assert differing(one, one, "value") == []

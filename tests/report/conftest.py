@@ -1,4 +1,4 @@
-"""A synthetic run and its page; programs are run where they may write."""
+"""A synthetic run and its page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import pytest
 
 from tests.helpers.synthetic_run import write_run
 from tests.helpers.written_page import Written
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(stay_in_tmp_path: None) -> None: ...
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_every_measure_of_a_run_has_its_plot_or_its_word(folder: Path) -> None:
 
 def test_units_notes_and_the_place_of_expert_0(page: Written) -> None:
     axis = {title: f["layout"]["yaxis"]["title"]["text"] for title, (f,) in page.of_one().items()}
-    assert axis["Largest router logit"] == "largest absolute logit (nats)"
+    assert axis["Largest router logit"] == "largest absolute logit (dimensionless)"
     assert axis["MaxVio"] == "MaxVio (dimensionless)"
     assert "Experts without a token for logging.alarms.after_steps steps." in page.text
     drawn = [f for title in ("Load of each expert", "Co-activation") for f in page.figures[title]]

@@ -250,7 +250,7 @@ def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
     ):
         routing = routing_of_pairs(scores_TE[:, :1], ids_T1, scores_TE, scores_TE, context)
         for training in (True, False):
-            limited = config.drop_over_capacity(routing, training=training)
+            limited = config.apply_to(routing, training=training)
             assert limited.dropped_N.nonzero().flatten().tolist() == dropped
             places = config.expert_capacity(routing, training=training)
             assert places == 2 * 8 // (context.sequence_length or 8)
@@ -267,7 +267,7 @@ def test_a_fixed_number_of_pairs_keeps_the_largest_weights_and_renormalises_them
     weights_TK = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.2, 0.8], [0.9, 0.1]])
     ids_TK = torch.tensor([[0, 1]] * 4)
     context = TokenContext(sequence_length=2)
-    limited = config.drop_over_capacity(
+    limited = config.apply_to(
         routing_of_pairs(weights_TK, ids_TK, weights_TK, weights_TK, context), training=True
     )
     assert dropped(limited) == [0, 3, 4, 7]

@@ -129,4 +129,4 @@ def test_thresholds_stay_float32_and_are_saved() -> None:
     assert torch.equal(other.threshold_E, torch.tensor([0.1, 1.001, 2.002, -3.003]))
     assert torch.equal(other.num_updates_E, router.num_updates_E)
     assert router.to("meta").to_empty(device="cpu").threshold_E.dtype == torch.float32
-    assert set(router_of().rows()) == {"projection.weight", "threshold_E", "num_updates_E"}
+    assert set(router_of().expert_rows()) == {"projection.weight", "threshold_E", "num_updates_E"}

@@ -11,8 +11,15 @@ import yaml
 from torch import Tensor
 
 from moe_ffn import ConfigError, TokenContext
-from moe_ffn.routing import RouterConfig
-from tests.helpers.identity_router import identity_router, random_logits, real_pairs, route
+from moe_ffn.routing import ReLURouterConfig, RouterConfig, TopKRouterConfig
+from moe_ffn.routing.base import RouterLinear
+from tests.helpers.identity_router import (
+    experts_of,
+    identity_router,
+    random_logits,
+    real_pairs,
+    route,
+)
 
 E = 6
 BIAS = [0.3, -0.2, 0.0, 0.5, -0.4, 0.1]
@@ -145,7 +152,7 @@ def test_the_network_before_the_projection_is_its_formula(depth: int) -> None:
     assert config.num_params(8, E) == sum(p.numel() for p in router.parameters())
     assert config.flops_per_token(8, E) == 2 * (8 * 5 + depth * 25 + 5 * E)
     with pytest.raises(ConfigError, match="has no row for each expert"):
-        router.rows()
+        router.expert_rows()
     lower = router.bfloat16()
     assert lower(x_TD.bfloat16(), TokenContext()).logits_TE.dtype == torch.float32
 
@@ -226,3 +233,69 @@ def test_a_unit_of_each_expert_chooses_and_weighs_and_no_weight_is_negative() ->
     assert routing.expert_ids_N.tolist() == [0, 1]
     assert 1 - 9 * second < 0
     assert routing.weights_N.tolist() == pytest.approx([1 + 0.5 * first, 0])
+
+
+def test_the_pairs_equal_those_worked_by_hand() -> None:
+    logits = torch.tensor([[0.5, -1.0, 0.0, 2.0], [-1.0, -2.0, -0.5, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    for training in (True, False):
+        routing = route(ReLURouterConfig(), logits, training=training)
+        assert real_pairs(routing) == [
+            [(0, 0.5), (3, 2.0)],  # 0 is not positive
+            [],
+            [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0)],
+        ]
+        assert routing.logits_TE is not None
+        assert routing.scores_TE is not None
+        assert torch.equal(routing.scores_TE, logits.clamp(min=0))
+        assert torch.equal(routing.logits_TE, logits)
+
+
+def test_k_is_a_target_for_the_rule_and_changes_no_pair() -> None:
+    logits = random_logits(30, 5)
+    few, many = (route(ReLURouterConfig(k=k), logits) for k in (0.5, 4.0))
+    assert real_pairs(few) == real_pairs(many)
+    assert [getattr(routing, "target_k", None) for routing in (few, many)] == [0.5, 4.0]
+
+
+def test_a_nan_does_not_pass_as_a_token_that_chose_nobody() -> None:
+    logits = torch.zeros(2, 3)
+    logits[1] = torch.nan
+    chosen = [[e for e, _ in pairs] for pairs in real_pairs(route(ReLURouterConfig(), logits))]
+    assert chosen == [[], [0, 1, 2]]
+
+
+def test_a_learned_bias_is_added_to_the_logits_and_starts_at_zero() -> None:
+    router = identity_router(TopKRouterConfig(k=2, bias=True), 3)
+    bias = router.get_parameter("projection.bias")
+    logits = random_logits(4, 3)
+    assert torch.equal(router(logits, TokenContext()).logits_TE, logits)
+    with torch.no_grad():
+        bias.copy_(torch.tensor([0.5, -0.25, 0.0]))  # exact in float32
+    routing = router(logits, TokenContext())
+    torch.testing.assert_close(routing.logits_TE, logits + bias.double(), rtol=0, atol=1e-15)
+    assert experts_of(routing) == experts_of(route(TopKRouterConfig(k=2), logits + bias.double()))
+    assert TopKRouterConfig(bias=True).num_params(16, 8) == 16 * 8 + 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_jitter_multiplies_what_the_router_sees_and_only_in_training(dtype: torch.dtype) -> None:
+    router = identity_router(TopKRouterConfig(k=2, jitter=0.25), 4)
+    x = torch.full((500, 4), 2.0, dtype=dtype)
+    assert (router(x, TokenContext()).logits_TE == 2).all()
+    torch.manual_seed(0)
+    jittered = router.train()(x, TokenContext()).logits_TE
+    assert (x == 2).all()  # the experts see the token as it was
+    # U(1.5, 2.5): deviation 1 / sqrt(12) = 0.2887; of 2000 draws the mean is off by 0.0065.
+    assert 1.5 <= jittered.min() < 1.51
+    assert 2.49 < jittered.max() <= 2.5
+    assert jittered.mean().item() == pytest.approx(2, abs=0.026)
+    assert jittered.std().item() == pytest.approx(12**-0.5, rel=0.05)
+    assert len(jittered.unique()) > 1900  # drawn for every value, finer than bfloat16
+
+
+def test_projection_starts_as_nn_linear_does() -> None:
+    torch.manual_seed(0)
+    weight = RouterLinear(100, 1000).weight
+    # U(-1/sqrt(100), 1/sqrt(100)): bound 0.1, deviation 0.1 / sqrt(3) = 0.0577.
+    assert weight.abs().max().item() == pytest.approx(0.1, rel=1e-3)
+    assert weight.std().item() == pytest.approx(0.0577, rel=1e-2)

@@ -15,7 +15,7 @@ from moe_ffn.config.yaml_files import validate
 from moe_ffn.runs import custom_parts
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_custom_parts, check_num_params
-from tests.helpers.documented import python_with
+from tests.helpers.cases import python_with
 
 Check = Callable[..., None]
 

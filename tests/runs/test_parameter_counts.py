@@ -12,7 +12,7 @@ import pytest
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.runs.custom_parts import check_num_params
-from tests.helpers.documented import python_with
+from tests.helpers.cases import python_with
 
 OWN = """
 import torch

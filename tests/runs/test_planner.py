@@ -1,4 +1,4 @@
-"""What is planned is what is there: parameters, their parts on ranks, and what a step keeps."""
+"""What is planned is what is there: parameters, parts on ranks, what a step keeps; and the program."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from moe_ffn.runs.planner import (
 )
 from moe_ffn.training.objective import cross_entropy_of
 from tests.helpers.ranks import Sent, on_ranks, parallelize
+from tests.helpers.tiny_runs import run_here
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 MOE = {
@@ -48,6 +49,7 @@ def config_of(**changes: Any) -> TrainConfig:
     data = {"seq_len": 64, "batch_size": 4}
     return TrainConfig.model_validate(
         {
+            "optimizer": {"type": "adamw"},
             "model": {**model, **changes.pop("model", {})},
             "data": {**data, **changes.pop("data", {})},
             **changes,
@@ -201,7 +203,6 @@ def test_layouts_are_those_that_the_experts_allow() -> None:
 )
 def test_the_memory_of_weights_by_hand(precision: str, item: int) -> None:
     options: dict[str, Any] = {"data": {"batch_size": 8}, "trainer": {"precision": precision}}
-    options["optimizer"] = {"type": "adamw"}
     plans = plans_of(4, **options)
     decoder = config_of().model.build(257, 64)
 
@@ -424,3 +425,45 @@ def test_what_does_not_travel_is_not_planned_and_groups_send_less(tmp_path: Path
         assert counted == pytest.approx(planned, rel=0.25), ffn  # balance is not perfect
     # One rank for each token, of two ranks that two experts often lie on.
     assert sent[4] < 0.75 * sent[3]
+
+
+TINY = (
+    *("--model.d_model", "32", "--model.num_layers", "2", "--data.batch_size", "8"),
+    *("--data.seq_len", "64", "--model.ffn", "{type: moe, num_experts: 4}"),
+)
+
+
+def plan(*argv: str) -> tuple[int, str]:
+    done = run_here(*TINY, *argv, program="moe_ffn.cli.plan")
+    return done.code, done.stdout + done.stderr
+
+
+def test_every_layout_that_fits_has_a_row_and_the_fastest_is_said() -> None:
+    code, said = plan("--gpus", "4")
+    assert code == 0
+    rows = [line for line in said.splitlines() if line.count(" x ") == 2 and "mesh" not in line]
+    assert {row.strip()[:9] for row in rows} >= {"4 x 1 x 1", "1 x 4 x 1", "1 x 1 x 4"}
+    assert "parallel: {data: " in said
+    assert " s per step, bound by " in said
+    assert "a GPU has 80 GB, computes " in " ".join(said.split())
+
+
+def test_figures_may_be_given_and_a_model_that_is_too_large_is_said() -> None:
+    code, said = plan("--gpus", "2", "--memory-gb", "0.001")
+    assert code == 1
+    assert (
+        "none fits: the smallest takes 0.0 of 0 GB; give more --gpus, a smaller data.batch_size"
+        in said
+    )
+
+
+def test_a_page_shows_the_memory_of_each_layout(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+
+    code, said = plan("--gpus", "2", "--plot", str(path))
+
+    assert (code, said.splitlines()[-1]) == (0, f"written: {path}")
+    drawn = path.read_text(encoding="utf-8")
+    assert drawn.startswith("<!doctype html>")
+    for text in ("activations", "80 GB", "1 x 1 x 2"):
+        assert text in drawn

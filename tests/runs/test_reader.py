@@ -1,4 +1,4 @@
-"""A run read back from its folder, whole, half written, or written by an older program."""
+"""A run and its JSON files read back, whole, half written, damaged, or written by an older program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from moe_ffn import files
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.folder import locked
-from moe_ffn.runs.json_files import Alarm, Facts
+from moe_ffn.runs.json_files import AlarmLine, CodeEntries, Facts, JsonFile, Summary
 from moe_ffn.runs.reader import Sample, read_run, read_runs
 from tests.helpers.synthetic_run import age, raise_alarms, write_metrics, write_run
 
@@ -121,7 +121,7 @@ def test_alarms(tmp_path: Path) -> None:
     first, second = read_run(folder).alarms
 
     assert (first.step, first.kind, first.layer) == (300, "collapse", "layer_01")
-    assert second == Alarm(
+    assert second == AlarmLine(
         step=420,
         kind="loss_spike",
         layer=None,
@@ -193,3 +193,53 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as raised:
             read_run(tmp_path / name)
         assert str(raised.value) == message
+
+
+MANY = "9" * 5_000
+
+
+def written(folder: Path, content: str | bytes) -> Path:
+    path = folder / "document.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+NOTHING = {
+    "empty": "",
+    "half": '{"run_id": "a"',
+    "a list": "[1]",
+    "a wrong type": '{"num_params": "low", "validation_loss": "low", "code/own.py": 1}',
+    "bytes": b"\xff\xfe\x00",
+    "a number without end": f'{{"num_params": {MANY}}}',
+    "a thousand levels": '{"a": ' * 2_000 + "1" + "}" * 2_000,
+}
+
+
+@pytest.mark.parametrize("content", NOTHING.values(), ids=NOTHING)
+@pytest.mark.parametrize("kind", [Facts, Summary, CodeEntries])
+def test_what_is_no_json_object_is_an_empty_document(
+    tmp_path: Path, kind: type[JsonFile], content: str | bytes
+) -> None:
+    document = kind.read(written(tmp_path, content))
+    assert not document
+    assert document == kind()
+
+
+def test_what_is_no_file_is_an_empty_document_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("missing", "pipe", "link", "."):
+        assert not Facts.read(tmp_path / name)
+
+
+def test_null_is_a_value(tmp_path: Path) -> None:
+    summary = Summary.read(written(tmp_path, '{"validation_loss": null}'))
+    assert summary
+    assert summary.has("validation_loss")
+    assert summary.validation_loss is None
+
+
+def test_facts_are_whole_where_the_precision_is_known(tmp_path: Path) -> None:
+    for precision, is_whole in {"32-true": True, "auto": False, "33": False}.items():
+        facts = Facts.read(written(tmp_path, json.dumps({"precision": precision, "num_params": 3})))
+        assert facts.is_whole == is_whole

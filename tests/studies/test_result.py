@@ -1,4 +1,4 @@
-"""The result of a run: what its files say, small, and equal when it is read back."""
+"""The result of a run, equal when it is read back, and its budget by hand."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.yaml_files import nest_options
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import read_run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies.budget import Budget
+from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.result import RunResult, add_results, lines_of, thinned
 from moe_ffn.training.monitoring.json_lines import STEP_SECONDS
 from tests.helpers.results import make_result
@@ -201,3 +203,37 @@ def test_a_run_that_is_not_finished_says_so(folder: Path, tmp_path: Path) -> Non
     assert not outcome.is_finished
     assert outcome.validation_loss is not None, "the last that is known"
     assert outcome.train_seconds is None
+
+
+def test_a_budget_by_hand() -> None:
+    swiglu = {"type": "swiglu", "d_ff": 8}
+    moe = {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "k": 2}}
+    options = {
+        "model.d_model": 16,
+        "model.num_layers": 2,
+        "model.attention.num_heads": 2,
+        "model.ffn": {"type": "dense", "d_ff": 32},
+        "model.ffn_at": {"1": moe | {"experts": swiglu, "shared_expert": swiglu}},
+        "data.seq_len": 16,
+        "data.batch_size": 4,
+        "trainer.max_steps": 5,
+        "trainer.accumulate_grad_batches": 3,
+    }
+    config = TrainConfig.model_validate(nest_options(options.items()))
+
+    found = Budget.of(config, vocab_size=32)
+
+    # Two matrices of 16 x 32; a router of 16 x 4 and three matrices of 16 x 8 in each of 4 + 1 experts, of
+    # which a token passes 2 + 1. A product takes two FLOPs a weight.
+    dense, expert = 2 * 16 * 32, 3 * 16 * 8
+    active = dense + 16 * 4 + 3 * expert
+    assert found.ffn == Cost(dense + 16 * 4 + 5 * expert, active, 2 * active)
+    model = config.model.build(32, max_seq_len=16)
+    params = sum(parameter.numel() for parameter in model.parameters())
+    assert found.model.params == params
+    assert found.model.active_params == params - 2 * expert
+    assert found.model.flops_per_token == config.model.flops_per_token(32, 16)
+    assert found.tokens == 5 * 3 * 4 * 16
+    # Backward takes twice what forward does.
+    assert found.training_flops == 3 * found.model.flops_per_token * found.tokens
+    assert Budget.of(config).model.params == params + (257 - 32) * 16, "the most of a tokenizer"

@@ -24,7 +24,7 @@ from moe_ffn.training.optimizer import (
     split_by_decay,
 )
 from moe_ffn.training.schedule import ScheduleConfig
-from tests.helpers.documented import python_with
+from tests.helpers.cases import python_with
 from tests.helpers.fitted import Fit
 from tests.helpers.same_run import assert_same
 

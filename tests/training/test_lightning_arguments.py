@@ -17,8 +17,8 @@ from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import LAUNCHER_VARIABLES, require_valid
 from moe_ffn.training.config import TrainerConfig
+from tests.helpers.faults import OWN_BLOCK
 from tests.helpers.fitted import Fit, Fitted
-from tests.helpers.own_block import OWN_BLOCK
 
 RunTrain = Callable[..., Any]
 

@@ -136,7 +136,7 @@ def test_a_new_entry_of_the_table_is_weighed_and_shown(
     """The highest weight of a pair, as a class of weights with one more field would name it."""
     highest = BalancingLoss(
         lambda routing: routing.require("scores_TE", "highest_score").max(),
-        concerns=lambda routing: routing.expert_ids_N.tolist() == [0, 0],
+        applies_to=lambda routing: routing.expert_ids_N.tolist() == [0, 0],
     )
     monkeypatch.setitem(BALANCING_LOSSES, "highest_score", highest)
     monkeypatch.setattr(ObjectiveConfig, "highest_score", 2.0, raising=False)

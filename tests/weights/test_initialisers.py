@@ -269,7 +269,9 @@ def moe_of(router: dict[str, Any], bias: Tensor | None = None, **more: Any) -> M
     )
     with torch.no_grad():
         block.router.get_parameter("projection.bias").copy_(
-            torch.zeros(len(block.router.rows()["projection.bias"])) if bias is None else bias
+            torch.zeros(len(block.router.expert_rows()["projection.bias"]))
+            if bias is None
+            else bias
         )
     return block
 
@@ -370,7 +372,7 @@ def permuted_copies(block: MoEFFN, groups: list[list[int]], *, rows: bool) -> No
                 weights.up_bias_EH[expert] = weights.up_bias_EH[group[0]][both]
                 weights.down_EDF[expert] = weights.down_EDF[group[0]][:, order]
                 if rows:
-                    for row in block.router.rows().values():
+                    for row in block.router.expert_rows().values():
                         row[expert] = row[group[0]]
 
 
@@ -394,7 +396,7 @@ def test_merging_equal_experts_leaves_the_function(
 
 def test_merged_weights_are_the_mean_by_how_often_experts_were_chosen() -> None:
     block = moe_of({"type": "top_k", "k": 2, "renormalize": True})
-    weights, router = networks(block), block.router.rows()["projection.weight"]
+    weights, router = networks(block), block.router.expert_rows()["projection.weight"]
     assert weights is not None
     with torch.no_grad():  # alike enough for units to keep their places
         weights.up_EHD[1:] = weights.up_EHD[0] + torch.arange(1, 6).double().view(-1, 1, 1) * 1e-3
@@ -407,7 +409,7 @@ def test_merged_weights_are_the_mean_by_how_often_experts_were_chosen() -> None:
     assert found is not None
     assert_same(found.up_EHD[0], 0.75 * weights.up_EHD[0] + 0.25 * weights.up_EHD[1])
     assert_same(found.up_EHD[1], weights.up_EHD[2:].mean(dim=0))
-    rows = made.router.rows()["projection.weight"]
+    rows = made.router.expert_rows()["projection.weight"]
     assert_same(rows[0], 0.75 * router[0] + 0.25 * router[1])
 
 

@@ -23,11 +23,12 @@ from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.learning import check_gradients, check_optimizer, check_requires_grad
 from moe_ffn.interop.audit.numerics import check_kernels, check_precision, record
 from moe_ffn.interop.audit.order import check_order
-from moe_ffn.interop.audit.probe import Probe, checked_batch
+from moe_ffn.interop.audit.probe import Probe, checked_batch, mode
 from moe_ffn.interop.audit.structure import (
     K_OPTIONS,
     check_left_out,
     check_structure,
+    check_zeros,
     option_of,
 )
 from moe_ffn.training.objective import ObjectiveConfig
@@ -93,15 +94,22 @@ def _static_checks(probe: Probe, optimizer: torch.optim.Optimizer | None) -> Ite
 def _numeric_checks(
     probe: Probe, trains: bool, accumulation: int, objective: ObjectiveConfig | None
 ) -> Iterator[Finding]:
+    for layer in probe.layers:
+        if layer not in probe.reached:
+            yield Finding(
+                "numbers", layer.name, "skip", "no token of this batch reaches this layer"
+            )
+    yield from check_zeros(probe)
     yield from check_gradients(probe)
     if objective is None:
         yield from check_balancing(probe, trains=trains, accumulation=accumulation)
     else:
         yield from check_objective(probe, objective)
     recorded = record(probe)
-    for layer in probe.layers:
-        yield from check_precision(layer, recorded[layer.name])
-        yield from check_kernels(probe, layer, recorded[layer.name])
+    with mode(probe.model, training=False):
+        for layer in probe.reached:
+            yield from check_precision(layer, recorded[layer.name])
+            yield from check_kernels(probe, layer, recorded[layer.name])
     yield from check_behaviour(probe)
     yield from check_order(probe)
 

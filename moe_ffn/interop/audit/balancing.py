@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES, pooled_load_balancing_loss
+from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding
 from moe_ffn.interop.audit.probe import IGNORED, Outputs, Probe, mode
 from moe_ffn.outputs import Routing
+from moe_ffn.routing.base import Router, RouterConfig
+from moe_ffn.routing.relu import ReLURouterConfig
 from moe_ffn.training.objective import ObjectiveConfig
 
 COEFFICIENTS = (
@@ -43,7 +47,8 @@ def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterato
         yield from _without_a_loss(probe, trains)
         return
     coefficient = next(
-        (v for n in COEFFICIENTS if isinstance(v := getattr(probe.config, n, None), float)), None
+        (v for n in COEFFICIENTS if isinstance(v := getattr(probe.config, n, None), float)),
+        None,
     )
     if not (probe.config.output_router_logits and coefficient):
         why = "output_router_logits is false" if coefficient else "the weight of the loss is 0"
@@ -109,6 +114,7 @@ def _of_transformers(probe: Probe, coefficient: float, accumulation: int) -> Ite
         )
         return
     yield from _value(value.item(), routings, _tolerance(probe))
+    yield from _gradient(probe, labels)
     yield from _padding(probe, labels)
     yield from _weight(probe, passed, coefficient)
     yield from _accumulation(probe, labels, value.item(), coefficient, accumulation)
@@ -159,10 +165,41 @@ def _value(value: float, routings: list[Routing], tolerance: float) -> Iterator[
     yield Finding("balancing", WHOLE_MODEL, "fail", f"{sentence}: {known}", _ADVICE)
 
 
+def _gradient(probe: Probe, labels: Tensor) -> Iterator[Finding]:
+    """Check that the loss reaches the routers."""
+    routers = [p for layer in probe.layers for p in layer.routers.values() if p.requires_grad]
+    if not routers:
+        return
+    with torch.enable_grad():
+        value = probe.run(labels=labels, output_router_logits=True).output.aux_loss
+    if value.requires_grad:
+        grads = torch.autograd.grad(value, routers, allow_unused=True)
+        if any(grad is not None for grad in grads):
+            return
+    yield Finding(
+        "balancing",
+        WHOLE_MODEL,
+        "fail",
+        "aux_loss gives the routers no gradient, so it has no effect",
+        "look for detach or no_grad between the routers' logits and the loss",
+    )
+
+
 def _padding(probe: Probe, labels: Tensor) -> Iterator[Finding]:
     """Compare the loss of a batch with its loss when random padding is appended."""
     ids_BS, mask_BS = probe.ids_BS, probe.mask_BS
     length = max(ids_BS.shape[1] // 2, 1)
+    others = [
+        name
+        for name, value in probe.batch.items()
+        if name not in ("input_ids", "attention_mask", "labels")
+        and isinstance(value, Tensor)
+        and value.shape[-1:] == ids_BS.shape[1:]
+    ]
+    if others:
+        why = f"the batch cannot be padded, because it has {', '.join(others)}"
+        yield Finding("balancing", WHOLE_MODEL, "skip", why)
+        return
     limit = getattr(probe.config, "max_position_embeddings", None) or 1 << 30
     if ids_BS.shape[1] + length > limit:
         yield Finding("balancing", WHOLE_MODEL, "skip", "the batch leaves no room for padding")
@@ -203,12 +240,12 @@ def _unmasked(routing: Routing) -> Routing:
 
 
 def _weight(probe: Probe, passed: Outputs, coefficient: float) -> Iterator[Finding]:
-    """Compare what the model's loss has beside the cross-entropy with the weighted balancing loss."""
+    """Compare what the model's loss adds to the cross-entropy with the weighted balancing loss."""
     loss, value = passed.output.loss.item(), passed.output.aux_loss.item()
     cross_entropy = probe.cross_entropy(passed.logits_BSV).item()
     beside, expected = loss - cross_entropy, coefficient * value
     weighted = f"{coefficient:g} times aux_loss is {expected:.2e}"
-    sentence = f"the loss has {beside:.2e} beside the cross-entropy; {weighted}"
+    sentence = f"the loss exceeds the cross-entropy by {beside:.2e}; {weighted}"
     if abs(beside - expected) <= _tolerance(probe) * abs(expected) + 1e-5 * abs(cross_entropy):
         yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
         return
@@ -261,12 +298,18 @@ def check_objective(probe: Probe, objective: ObjectiveConfig) -> Iterator[Findin
         for name, loss in BALANCING_LOSSES.items()
         if not loss.weight_set_by_rule and name.startswith("load") and getattr(objective, name)
     }
-    biased = [name for name, _ in probe.model.named_buffers() if name.endswith("correction_bias_E")]
-    learns = any(layer.routers for layer in probe.layers)
-    if weights or biased or not learns:
+    unbalanced = [
+        name
+        for layer in probe.layers
+        if isinstance(layer.block, FFNBlock)
+        for name, router in layer.block.routers().items()
+        if _needs_a_loss(router)
+    ]
+    if weights or not unbalanced:
         parts = [f"objective.{name} {weight:g}" for name, weight in weights.items()]
-        parts += ["the rule objective.bias_rule"] * bool(biased)
-        sentence = f"balanced by {' and '.join(parts) or 'routers that have nothing to learn'}"
+        sentence = (
+            f"balanced by {' and '.join(parts) or 'the routers: by construction or by a rule'}"
+        )
         yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
         return
     yield Finding(
@@ -276,3 +319,14 @@ def check_objective(probe: Probe, objective: ObjectiveConfig) -> Iterator[Findin
         "objective has neither a balancing loss nor a bias rule for these routers",
         "set objective.load_balance to 0.01, or the router's type to sigmoid_top_k",
     )
+
+
+def _needs_a_loss(router: Any) -> bool:
+    """Return False for a router that has nothing to learn, or that a rule or its own choice balances."""
+    config = getattr(router, "config", None)
+    if not isinstance(config, RouterConfig):
+        return False
+    has_rule = config.has_correction_bias or type(router).observe is not Router.observe
+    ranks_tokens = bool(config.lookahead_reason)  # an expert takes its share of them
+    is_steered = isinstance(config, ReLURouterConfig) or config.is_pairs_only
+    return config.learns and not (has_rule or ranks_tokens or is_steered)

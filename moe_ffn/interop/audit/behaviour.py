@@ -85,8 +85,10 @@ def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
 
 def _change(probe: Probe, one: Tensor, other: Tensor) -> tuple[float, float]:
     """Return the largest change of two logits as a share of the largest, and the limit."""
-    scale = one.abs().max().clamp(min=1e-30)
     dtype = next(p.dtype for p in probe.model.parameters() if p.is_floating_point())
+    if not one.numel():  # a sequence of padding
+        return 0.0, MAX_CHANGE.get(dtype, 5e-2)
+    scale = one.abs().max().clamp(min=1e-30)
     return ((one - other).abs().max() / scale).item(), MAX_CHANGE.get(dtype, 5e-2)
 
 

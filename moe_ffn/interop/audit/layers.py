@@ -6,8 +6,9 @@ E experts, D model width, F hidden width
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class ExpertTensor:
             return value.reshape(num_experts, -1)
         if self.adapter == "B":  # peft: (out, r E)
             return value.reshape(value.shape[0], -1, num_experts).movedim(2, 0).flatten(1)
-        return value.flatten(1)
+        return value[:num_experts].flatten(1)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class SparseLayer:
     """The experts and routers of one layer."""
 
     name: str
-    """`layer_03`"""
+    """`layer_03`, or the path if another layer has the same number"""
     path: str
     """Path of the block in the model."""
     kind: Kind
@@ -76,16 +77,21 @@ class SparseLayer:
         return sum(weight.parameter.numel() for weight in self.weights)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and peft."""
+def of_one_process(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel, DataParallel and `torch.compile`."""
     inner: Any = model
     while True:
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        elif type(inner).__name__ in ("DistributedDataParallel", "DataParallel"):
+        if type(inner).__name__ in ("DistributedDataParallel", "DataParallel"):
             inner = inner.module
+        elif hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
         else:
             return inner
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside peft."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
 
 
 def sparse_layers(model: nn.Module) -> list[SparseLayer]:
@@ -108,6 +114,10 @@ def sparse_layers(model: nn.Module) -> list[SparseLayer]:
             continue
         inside.append(path)
     layers = [_layer(model, path, paths, names) for path, paths in found.items()]
+    uses = Counter(layer.name for layer in layers)
+    layers = [
+        layer if uses[layer.name] == 1 else replace(layer, name=layer.path) for layer in layers
+    ]
     if not layers:
         raise ConfigError(
             f"{type(unwrapped(model)).__name__} has no sparse layer: none of our blocks, and no module of "
@@ -132,10 +142,16 @@ def _is_experts(path: str, module: nn.Module) -> bool:
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
-    """Return the module that adapters of peft wrap."""
+    """Return the module that adapters of peft wrap, or the copy that they train in its place."""
     inner: Any = module
     while hasattr(inner, "base_layer") and not isinstance(inner, Experts):
         inner = inner.base_layer
+    if type(inner).__name__ == "ModulesToSaveWrapper":
+        wrapper: Any = inner
+        copies = wrapper.modules_to_save
+        return next(
+            (copies[n] for n in wrapper.active_adapters if n in copies), wrapper.original_module
+        )
     return inner
 
 
@@ -185,9 +201,10 @@ def _experts_of(block: nn.Module) -> list[nn.Module]:
 
 
 def _leading_size(modules: Iterable[nn.Module]) -> int:
-    """Return E, the first size of the largest stacked tensor."""
-    stacked = [p for module in modules for p in module.parameters() if p.ndim >= 2]
-    return int(max(stacked, key=Tensor.numel).shape[0]) if stacked else 0
+    """Return E, the first size that stacked matrices share; LongCat-Flash stacks further rows in some."""
+    parameters = [p for module in modules for p in module.parameters()]
+    stacked = [p for p in parameters if p.ndim == 3] or [p for p in parameters if p.ndim == 2]
+    return min((int(p.shape[0]) for p in stacked), default=0)
 
 
 def _tensors(
@@ -206,7 +223,9 @@ def _tensors(
         return
     weights = {id(p): p for base in bases for p in base.parameters()}
     for identity, parameter in weights.items():
-        if parameter.ndim >= 2 and parameter.shape[0] == num_experts:
+        if (parameter.ndim == 2 and parameter.shape[0] == num_experts) or (
+            parameter.ndim == 3 and parameter.shape[0] >= num_experts
+        ):
             yield ExpertTensor(names[identity], parameter)
     adapters = {id(p): p for module in wrapped for p in module.parameters()}
     for identity, parameter in adapters.items():

@@ -5,8 +5,8 @@ E experts, T tokens, N (token, expert) pairs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,15 @@ def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     rates = [group["lr"] for group in optimizer.param_groups]
     names = dict(probe.model.named_parameters())
+    if not any(parameter.requires_grad for parameter in names.values()):
+        yield Finding(
+            "learning",
+            WHOLE_MODEL,
+            "fail",
+            "no parameter requires a gradient, so the optimizer has nothing to train",
+            "call requires_grad_() on what it should train; load an adapter with is_trainable=True",
+        )
+        return
     absent = [n for n, p in names.items() if p.requires_grad and id(p) not in groups]
     if absent:
         experts = {t.name for layer in probe.layers for t in (*layer.weights, *layer.adapters)}
@@ -139,10 +148,10 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
     """Run a backward pass of the cross-entropy, and look at the gradient of every expert and router."""
     if not any(parameter.requires_grad for parameter in probe.model.parameters()):
         return
-    parameters = {p for layer in probe.layers for p in _trained(layer)}
-    with mode(probe.model, training=True), _own_gradients(probe.model), ExitStack() as hooks:
+    parameters = [*{p: None for layer in probe.reached for p in _trained(layer)}]
+    with mode(probe.model, training=True), torch.enable_grad(), ExitStack() as hooks:
         outputs: dict[str, list[tuple[int | None, Tensor]]] = {}
-        for layer in probe.layers:
+        for layer in probe.reached:
             _keep_outputs(layer, outputs.setdefault(layer.name, []), hooks)
         changes: dict[str, Any] = {"labels": None}
         if hasattr(probe.config, "output_router_logits"):
@@ -158,9 +167,12 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
                 "find the first layer with NaN or infinity",
             )
             return
-        loss.backward()
-        gradients = {parameter: parameter.grad for parameter in parameters}
-    for layer in probe.layers:
+        grads: Sequence[Tensor | None] = [None] * len(parameters)
+        if parameters and loss.requires_grad:
+            # Unlike loss.backward(), this runs no optimizer that a hook of a gradient calls.
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        gradients = dict(zip(parameters, grads, strict=True))
+    for layer in probe.reached:
         used_E = _used_experts(layer, passed.routings, outputs[layer.name])
         problems = [
             *_expert_problems(layer, used_E, gradients),
@@ -181,20 +193,6 @@ def _trained(layer: SparseLayer) -> Iterator[nn.Parameter]:
     for parameter in (*(tensor.parameter for tensor in tensors), *layer.routers.values()):
         if parameter.requires_grad:
             yield parameter
-
-
-@contextmanager
-def _own_gradients(model: nn.Module) -> Iterator[None]:
-    """Set the gradients of the parameters aside, and restore them at the end."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for parameter, grad in before:
-            parameter.grad = grad
 
 
 def _keep_outputs(
@@ -231,7 +229,7 @@ def _used_experts(
         return None
     grad = kept[0][1].grad
     reached_T = (grad.reshape(-1, grad.shape[-1]) != 0).any(dim=-1)
-    if len(reached_T) != routing.num_tokens:
+    if len(reached_T) != routing.num_tokens or routing.num_experts < layer.num_experts:
         return None
     counted_N = routing.computed_N & reached_T[routing.token_ids_N] & (routing.weights_N != 0)
     used_E = torch.zeros(routing.num_experts, dtype=torch.bool, device=counted_N.device)
@@ -304,7 +302,7 @@ def _router_problems(
     layer: SparseLayer, gradients: Mapping[nn.Parameter, Tensor | None]
 ) -> Iterator[Finding]:
     trained = {name: p for name, p in layer.routers.items() if p.requires_grad and p.ndim >= 2}
-    if not trained:
+    if not trained or layer.num_experts == 1:
         return
     norms = [grad.double().norm().item() for grad in gradients.values() if grad is not None]
     largest = max(norms, default=0.0)

@@ -1,4 +1,4 @@
-"""Checks of an audit on numbers: the precision of routers, and kernels beside a loop in float64.
+"""Checks of an audit on numbers: the precision of routers, and kernels compared with a loop in float64.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -20,6 +20,7 @@ from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.interop.audit.findings import Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode
+from moe_ffn.interop.routings import is_experts
 from moe_ffn.interop.transformers import weights_of
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
@@ -43,29 +44,34 @@ MAX_FLIPS = 0.01
 class Recorded:
     """Calls of the routers and experts of a layer in one forward pass."""
 
-    routers: list[tuple[nn.Module, tuple[Any, ...], Any]] = field(default_factory=list)
-    """Module, inputs, output."""
+    routers: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = field(
+        default_factory=list
+    )
+    """Module, inputs by position and by name, output."""
     experts: list[tuple[nn.Module, tuple[Any, ...]]] = field(default_factory=list)
 
 
 def record(probe: Probe) -> dict[str, Recorded]:
     """Run the model once in evaluation, and record the inputs of its routers and experts."""
-    recorded = {layer.name: Recorded() for layer in probe.layers}
+    recorded = {layer.name: Recorded() for layer in probe.reached}
 
-    def after_router(calls: Recorded, module: nn.Module, args: Any, output: Any) -> None:
+    def after_router(
+        calls: Recorded, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         if isinstance(output, tuple | Routing):
-            calls.routers.append((module, args, output))
+            calls.routers.append((module, args, kwargs, output))
 
     def before_experts(calls: Recorded, module: nn.Module, args: Any, kwargs: Any) -> None:
         calls.experts.append((module, (*args, *kwargs.values())))
 
     with mode(probe.model, training=False), torch.no_grad(), ExitStack() as hooks:
-        for layer in probe.layers:
+        for layer in probe.reached:
             calls = recorded[layer.name]
             for module in _routers(layer):
-                hooks.callback(module.register_forward_hook(partial(after_router, calls)).remove)
+                hook = partial(after_router, calls)
+                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             for module in layer.experts:
-                if layer.kind == "fused" or isinstance(module, MatrixExperts):
+                if is_experts(module) or isinstance(module, MatrixExperts):
                     hook = partial(before_experts, calls)
                     hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         probe.run()
@@ -85,13 +91,13 @@ def _routers(layer: SparseLayer) -> list[nn.Module]:
 
 def check_precision(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
     """Compare the experts that a router chooses with those that it chooses in other precisions."""
-    for router, args, output in calls.routers:
+    for router, args, kwargs, output in calls.routers:
         chosen = _chosen(output)
-        if chosen is None:
-            continue
+        if chosen is None or not any(True for _ in router.parameters()):
+            continue  # a table of experts has no scores
         dtype = next((p.dtype for p in router.parameters()), torch.float32)
         flips = {
-            name: _flips(chosen, router, args, other)
+            name: _flips(chosen, router, args, kwargs, other)
             for name, other in (
                 ("bfloat16", torch.bfloat16),
                 ("float32", torch.float32),
@@ -141,13 +147,20 @@ def _chosen(output: Any) -> Tensor | None:
 
 
 def _flips(
-    chosen_TE: Tensor, router: nn.Module, args: tuple[Any, ...], dtype: torch.dtype
+    chosen_TE: Tensor,
+    router: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
 ) -> float | None:
     """Return the share of tokens with other experts when the router runs in `dtype`; None if it cannot."""
     try:
         other = copy.deepcopy(router).to(dtype)
         with torch.no_grad():
-            output = other(*(_in_dtype(arg, dtype) for arg in args))
+            output = other(
+                *(_in_dtype(value, dtype) for value in args),
+                **{name: _in_dtype(value, dtype) for name, value in kwargs.items()},
+            )
     except (RuntimeError, ValueError, TypeError):  # a router that fixes its dtype
         return None
     again_TE = _chosen(output)
@@ -182,7 +195,12 @@ def check_kernels(probe: Probe, layer: SparseLayer, calls: Recorded) -> Iterator
         )
         return
     if not calls.experts:
-        yield Finding("kernels", layer.name, "skip", "these experts have no products to compare")
+        yield Finding(
+            "kernels",
+            layer.name,
+            "skip",
+            "these experts do not receive ids and weights, or have no products",
+        )
         return
     for module, args in calls.experts:
         compare = _compare_ours if isinstance(module, MatrixExperts) else _compare_theirs
@@ -214,8 +232,8 @@ def _compared(
         limit = TF32_ERROR
     worst = max(errors, key=lambda name: _sortable(errors[name]))
     sentence = (
-        f"{implementation} in {name_of(parameter.dtype)} beside a loop in float64: largest difference "
-        f"{errors[worst]:.1e} of the largest value (in {worst})"
+        f"{implementation} in {name_of(parameter.dtype)}, compared with a loop in float64: largest "
+        f"difference {errors[worst]:.1e} of the largest value (in {worst})"
     )
     if errors[worst] <= limit:
         return Finding("kernels", layer.name, "pass", sentence)

@@ -19,6 +19,7 @@ from moe_ffn.experts.matrices import GatedExperts
 from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import IGNORED, Probe, mode
+from moe_ffn.interop.routings import is_experts
 from moe_ffn.outputs import Routing
 
 TRAINED = 0.9
@@ -43,14 +44,15 @@ def check_order(probe: Probe) -> Iterator[Finding]:
                 "whether weights are in their places",
             )
             return
-        for layer in probe.layers:
+        for layer in probe.reached:
             yield from _layer(probe, layer, losses_N)
 
 
 def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Finding]:
     problems: list[Finding] = []
     measured: list[str] = []
-    if layer.kind != "listed" and layer.num_experts > 1:
+    movable = layer.kind == "moe_ffn" or all(map(is_experts, layer.experts))
+    if movable and layer.num_experts > 1:
         rise, error, places = min(_moves(probe, layer, losses_N))
         sentence = f"{rise:+.4f} when its experts move by {places} of {layer.num_experts} places"
         measured.append(sentence)

@@ -6,8 +6,9 @@ B sequences, S positions, V vocabulary, T = B * S tokens
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.interop.audit.layers import sparse_layers, unwrapped
+from moe_ffn.interop.audit.layers import SparseLayer, of_one_process, sparse_layers, unwrapped
 from moe_ffn.interop.routings import watch
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing
@@ -41,8 +42,12 @@ class Probe:
     """The model under audit."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        self.model = model
+        self.model = model = of_one_process(model)
         self.batch = batch
+        if not self.ids_BS.is_meta and bool((self.labels_BS == IGNORED).all()):
+            raise ConfigError(
+                "audit: the batch has no token to predict: all labels are -100, or all tokens are padding"
+            )
         self.layers = sparse_layers(model)
         self.unwatched = ""
         """Reason why routings cannot be recorded; empty if they can."""
@@ -61,6 +66,24 @@ class Probe:
         """Config of the language model inside a model of transformers; None for others."""
         config: Any = getattr(self.base, "config", None)
         return config.get_text_config() if hasattr(config, "get_text_config") else None
+
+    @cached_property
+    def reached(self) -> list[SparseLayer]:
+        """The sparse layers that the batch reaches: not those for images, or to predict several tokens."""
+        called: set[str] = set()
+        with mode(self.model, training=False), torch.no_grad(), ExitStack() as hooks:
+            for layer in self.layers:
+                note = partial(lambda name, module, args: called.add(name), layer.name)
+                hook = layer.block.register_forward_pre_hook(note)
+                hooks.callback(hook.remove)
+            try:
+                self.run(labels=None)
+            except (
+                ConfigError
+            ) as error:  # routers that return no logits, or experts of two layers in one
+                self.unwatched = str(error)
+                self.logits(labels=None)
+        return [layer for layer in self.layers if layer.name in called]
 
     @property
     def has_data(self) -> bool:
@@ -90,14 +113,15 @@ class Probe:
         batch = self._changed(changes)
         if self.unwatched:
             output = self._call(batch)
-            return Outputs(_logits(output), {}, output)
+            return Outputs(_logits(output, batch), {}, output)
         with watch(self.model) as passes:
             output = self._call(batch)
-        return Outputs(_logits(output), passes[-1], output)
+        return Outputs(_logits(output, batch), passes[-1], output)
 
     def logits(self, **changes: Any) -> Tensor:
         """Return the logits, as `run` does, without recording the routing."""
-        return _logits(self._call(self._changed(changes)))
+        batch = self._changed(changes)
+        return _logits(self._call(batch), batch)
 
     def _changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in {**self.batch, **changes}.items() if v is not None}
@@ -117,12 +141,17 @@ class Probe:
         )
 
 
-def _logits(output: Any) -> Tensor:
+def _logits(output: Any, batch: Mapping[str, Any]) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise ConfigError(
             "audit: the model must return logits (batch, sequence, vocabulary), or an object with `.logits`, "
             f"but it returned {type(output).__name__}"
+        )
+    if logits.shape[:2] != batch[_IDS].shape:
+        raise ConfigError(
+            f"audit: the model must return logits for each token of {_IDS} {[*batch[_IDS].shape]}, but their "
+            f"shape is {[*logits.shape]}; audit a causal language model"
         )
     return logits
 

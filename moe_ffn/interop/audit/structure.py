@@ -106,7 +106,7 @@ def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
     """Return name -> shape of a model built from the config; None if that is impossible."""
     base: Any = probe.base
     try:
-        with torch.device("meta"):
+        with torch.random.fork_rng([]), torch.device("meta"):
             if isinstance(base, Decoder):
                 fresh = base.config.build_empty(base.embedding.num_embeddings, base.max_seq_len)
             elif probe.config is not None:
@@ -116,6 +116,30 @@ def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
     except (TypeError, ValueError, RuntimeError, AttributeError, ImportError):
         return None  # a model with another constructor, or swapped blocks
     return {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
+
+
+def check_zeros(probe: Probe) -> Iterator[Finding]:
+    """Find experts whose matrix is zero while those of other experts are not."""
+    for layer in probe.layers:
+        empty: dict[str, list[int]] = {}
+        for tensor in layer.weights:
+            parameter = tensor.parameter
+            if parameter.ndim == 3 and parameter.is_floating_point():
+                used_E = tensor.by_expert(parameter.detach(), layer.num_experts).any(dim=-1)
+                if used_E.any() and not used_E.all():
+                    empty[tensor.name] = (~used_E).nonzero().flatten().tolist()
+        if empty:
+            which = "; ".join(
+                f"{name}, experts {places([str(expert) for expert in experts])}"
+                for name, experts in empty.items()
+            )
+            yield Finding(
+                "structure",
+                layer.name,
+                "warn",
+                f"matrices of some experts are all zero: {which}",
+                "load the weights again, unless these experts were pruned",
+            )
 
 
 # -- left out
@@ -132,6 +156,7 @@ def check_left_out(probe: Probe) -> Iterator[Finding]:
     if adapted:
         yield from _experts_left_out(probe, "adapted", lambda tensor: False)
         yield from _unmatched_targets(probe)
+        yield from _disabled(probe)
     if not quantised and not adapted:
         yield Finding(
             "left out", WHOLE_MODEL, "pass", "no tensor is quantised, and there is no adapter"
@@ -175,7 +200,7 @@ def _adapted_weights(layer: SparseLayer) -> set[str]:
     if layer.kind == "listed":
         prefixes = {adapter.name.partition(".lora_")[0] for adapter in layer.adapters}
         return {w.name for w in layer.weights if any(w.name.startswith(p) for p in prefixes)}
-    names: set[str] = set()
+    names = {weight.name for weight in layer.weights if ".modules_to_save." in weight.name}
     for module in layer.block.modules():
         if hasattr(module, "base_layer") and hasattr(module, "parameter_name"):
             base = without_adapters(module)
@@ -191,22 +216,42 @@ def _unmatched_targets(probe: Probe) -> Iterator[Finding]:
     """Yield a failure for targets of an adapter that match nothing: peft ignores them."""
     modules = {_plain_name(f"{name}.")[:-1] for name, _ in probe.base.named_modules() if name}
     for name, config in getattr(probe.model, "peft_config", {}).items():
-        targets = getattr(config, "target_modules", None)
-        if isinstance(targets, str) or not targets:
-            continue
-        unmatched = sorted(
-            target
-            for target in targets
-            if not any(path == target or path.endswith(f".{target}") for path in modules)
-        )
-        if unmatched:
-            yield Finding(
-                "left out",
-                WHOLE_MODEL,
-                "fail",
-                f"target_modules of adapter '{name}' names {places(unmatched)}, which match no module",
-                _ADVICE["adapted"],
+        for option, advice in (
+            ("target_modules", _ADVICE["adapted"]),
+            ("modules_to_save", "take the names from model.named_modules()"),
+        ):
+            targets = getattr(config, option, None)
+            if isinstance(targets, str) or not targets:
+                continue
+            unmatched = sorted(
+                target
+                for target in targets
+                if not any(path == target or path.endswith(f".{target}") for path in modules)
             )
+            if unmatched:
+                yield Finding(
+                    "left out",
+                    WHOLE_MODEL,
+                    "fail",
+                    f"{option} of adapter '{name}' names {places(unmatched)}, which match no module",
+                    advice,
+                )
+
+
+def _disabled(probe: Probe) -> Iterator[Finding]:
+    disabled = [
+        name
+        for name, module in probe.base.named_modules()
+        if hasattr(module, "base_layer") and getattr(module, "disable_adapters", False)
+    ]
+    if disabled:
+        yield Finding(
+            "left out",
+            WHOLE_MODEL,
+            "warn",
+            f"the adapters of {len(disabled)} modules are disabled: {places(disabled)}",
+            "call enable_adapter_layers() before you train or use the adapter",
+        )
 
 
 def _quantised_modules(model: nn.Module) -> set[str]:

@@ -1,6 +1,9 @@
 // The backward pass over the experts of a plan.
 #pragma once
 
+#include <array>
+#include <numeric>
+
 #include "layer.h"
 
 namespace moe_ffn {
@@ -44,7 +47,7 @@ struct TileOperands {
 // Gradients of a layer; those not wanted have no data.
 template <class P>
 struct Gradients {
-  Rows x, up, down, up_bias, down_bias;
+  Rows x, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b;
   Sum<P>* weights;
 };
 
@@ -59,21 +62,39 @@ struct Backward {
   const Rows kept, grad_y;  // the first product (N, H); the gradient of the result (T, D)
   const Gradients<P> gradients;
   const int64_t D = layer.D, F = layer.F, H = layer.H;
-  const bool wants_up = gradients.up || gradients.up_bias, wants_down = gradients.down || gradients.down_bias;
-  // Units of the copies of an expert's matrices; the matrix of the second product comes first.
-  const int64_t down_units = panels(F) * PANEL * units<P>(D);
-  const int64_t up_units = gradients.x ? panels(D) * PANEL * units<P>(H) : 0;
-  const int64_t copies = panels(F) + (gradients.x ? panels(D) : 0);
-  // How many numbers each row stores for the gradient of each matrix.
-  const int64_t row_up = wants_up ? H + panels(D) * PANEL : 0,
-                row_down = wants_down ? D + panels(F) * PANEL : 0;
-  // How many sums an expert needs that one thread computes; if possible, the gradient itself holds them.
-  const int64_t up_sums = wants_up ? H * D : 0, down_sums = wants_down ? D * F : 0;
-  const int64_t bytes_copied = (up_units + down_units) * sizeof(U),
-                bytes_of_row = (row_up + row_down) * sizeof(P);
-  const Division division = layer.divide(
-      when(is_bitwise<P>(), bytes_copied + CHUNK * bytes_of_row + int64_t(sizeof(S)) * (up_sums + down_sums)),
-      bytes_copied, bytes_of_row);
+  const int64_t up_rank = layer.up_factors.rank, down_rank = layer.down_factors.rank;
+
+  // Rows that gradients of matrices are products of: gradients of outputs first, then inputs.
+  enum Operand_ { D_UP, D_DOWN, D_UP_LOW, D_DOWN_LOW, X, HIDDEN, UP_LOW, DOWN_LOW, NUM_OPERANDS };
+  // The gradient of a matrix (rows, columns) of each expert, and of the bias of the same product.
+  struct Product {
+    Rows grad, grad_bias;
+    int64_t rows, columns;
+    Operand_ first, second;
+    int64_t sums = 0;  // position of its sums, followed by those of the bias, in `carry`
+
+    int64_t num_sums() const { return rows * columns + rows; }
+  };
+  const std::vector<Product> products = wanted_products();
+  const int64_t num_sums = products.empty() ? 0 : products.back().sums + products.back().num_sums();
+
+  Copies<P> copies;
+  const int64_t down = copies.add(layer.down, D, false);
+  const int64_t up = gradients.x ? copies.add(layer.up, H, false) : 0;
+  const size_t num_matrices = copies.matrices.size();
+  const int64_t up_a = add_copy(layer.up_factors.a, up_rank, false), up_b = add_copy(layer.up_factors.b, H, false),
+                up_a_transposed = add_copy(layer.up_factors.a, up_rank, true),
+                down_a = add_copy(layer.down_factors.a, down_rank, false),
+                down_b = add_copy(layer.down_factors.b, D, false),
+                down_a_transposed = add_copy(layer.down_factors.a, down_rank, true);
+
+  // Numbers that each row stores in each operand, and in all of them.
+  const std::array<int64_t, NUM_OPERANDS> widths = operand_widths();
+  const int64_t row_width = std::accumulate(widths.begin(), widths.end(), int64_t(0));
+  const int64_t bytes_copied = copies.num_units * sizeof(U), bytes_of_row = row_width * sizeof(P);
+  const Division division =
+      layer.divide(when(is_bitwise<P>(), bytes_copied + CHUNK * bytes_of_row + int64_t(sizeof(S)) * num_sums),
+                   bytes_copied, bytes_of_row);
   std::vector<std::vector<int64_t>> chunk_starts;  // starts of each group's chunks, in units of one column
 
   Tensor packed, operands, carry, grad_x_ND;
@@ -94,13 +115,40 @@ struct Backward {
     }
     const auto numbers = at::TensorOptions(c10::CppTypeToScalarType<P>::value);
     const auto unit = at::TensorOptions(c10::CppTypeToScalarType<U>::value);
-    packed = at::empty({int64_t(max_parts), up_units + down_units}, unit);
-    operands = at::empty({max_units, row_up + row_down}, unit);
-    // Sums of an expert whose rows span several groups: first matrix and bias, then second matrix and bias.
-    carry =
-        at::empty({splits ? H * D + H + D * F + D : 0}, at::TensorOptions(c10::CppTypeToScalarType<S>::value));
+    packed = at::empty({int64_t(max_parts), copies.num_units}, unit);
+    operands = at::empty({max_units, row_width}, unit);
+    // Sums of an expert whose rows span several groups.
+    carry = at::empty({splits ? num_sums : 0}, at::TensorOptions(c10::CppTypeToScalarType<S>::value));
     grad_x_ND = at::empty({gradients.x ? layer.N : 0, D}, numbers);
     matrices = Rows(packed), grad_x_rows = Rows(grad_x_ND);
+  }
+
+  std::vector<Product> wanted_products() const {
+    std::vector<Product> wanted;
+    for (Product each : {Product{gradients.up, gradients.up_bias, H, D, D_UP, X},
+                         Product{gradients.down, gradients.down_bias, D, F, D_DOWN, HIDDEN},
+                         Product{gradients.up_a, Rows(), up_rank, D, D_UP_LOW, X},
+                         Product{gradients.up_b, Rows(), H, up_rank, D_UP, UP_LOW},
+                         Product{gradients.down_a, Rows(), down_rank, F, D_DOWN_LOW, HIDDEN},
+                         Product{gradients.down_b, Rows(), D, down_rank, D_DOWN, DOWN_LOW}}) {
+      if (!each.grad && !each.grad_bias) continue;
+      if (!wanted.empty()) each.sums = wanted.back().sums + wanted.back().num_sums();
+      wanted.push_back(each);
+    }
+    return wanted;
+  }
+
+  int64_t add_copy(const Rows& matrix, int64_t rows, bool is_transposed) {
+    return matrix ? copies.add(matrix, rows, is_transposed) : 0;
+  }
+
+  std::array<int64_t, NUM_OPERANDS> operand_widths() const {
+    std::array<int64_t, NUM_OPERANDS> widths{};
+    for (const Product& each : products) {
+      widths[each.first] = each.rows;
+      if (each.grad) widths[each.second] = panels(each.columns) * PANEL;
+    }
+    return widths;
   }
 
   // Units of a chunk, rounded up (zeros fill the rest), because oneDNN compiles one kernel per length of sums.
@@ -116,8 +164,8 @@ struct Backward {
 
   // Compute an expert on one thread, which multiplies the operands of each chunk while they are in its caches.
   void alone(int64_t e) const {
-    U* matrix = scratch<U>(16, up_units + down_units);
-    for (int64_t panel = 0; panel < copies; ++panel) copy(e, panel, matrix);
+    U* matrix = scratch<U>(16, copies.num_units);
+    for (int64_t panel = 0; panel < copies.num_panels; ++panel) copy(e, panel, matrix);
     // True if the gradients of all experts are too large for any cache.
     auto streams = [&](const Rows& grad, int64_t rows) {
       return layer.E * rows * grad.width * int64_t(c10::elementSize(grad.dtype)) >= STREAMED_BYTES;
@@ -126,29 +174,29 @@ struct Backward {
     auto in_place = [&](const Rows& grad, int64_t rows) {
       return grad.dtype == c10::CppTypeToScalarType<S>::value && !streams(grad, rows);
     };
-    auto sums_of = [&](const Rows& grad, int64_t rows, int slot) -> S* {
-      if (!grad) return nullptr;
-      return in_place(grad, rows) ? grad.row<S>(e * rows) : scratch<S>(slot, rows * grad.width);
+    auto sums_of = [&](const Product& each) -> S* {
+      if (in_place(each.grad, each.rows)) return each.grad.template row<S>(e * each.rows);
+      return scratch<S>(22 + int(&each - products.data()), each.rows * each.columns);
     };
-    S *up = sums_of(gradients.up, H, 17), *down = sums_of(gradients.down, D, 18);
-    S* biases = scratch<S>(15, H + D);
-    std::fill_n(biases, H + D, S(0));
+    auto bias_sums_of = [&](const Product& each) -> S* { return scratch<S>(each.first == D_UP ? 15 : 17, each.rows); };
+    for (const Product& each : products)
+      if (each.grad_bias) std::fill_n(bias_sums_of(each), each.rows, S(0));
     const int64_t rows = layer.chunk_rows(e);
     for (int64_t start = layer.start(e); start < layer.ends[e]; start += rows) {
       const int64_t stop = std::min(layer.ends[e], start + rows), each = Group::piece(stop - start, TILE);
       const Operands to =
-          operands_at(scratch<U>(19, chunk_units(CHUNK) * (row_up + row_down)), chunk_units(stop - start));
+          operands_at(scratch<U>(19, chunk_units(CHUNK) * row_width), chunk_units(stop - start));
       for (int64_t from = start; from < stop; from += each)
         tile(e, start, stop, from, std::min(stop, from + each), matrix, to);
       const bool adds = start > layer.start(e);
-      for (int64_t first = 0; up && first < H; first += BLOCK)
-        for (int64_t p = 0; p < panels(D); ++p)
-          add_product(to, true, first, std::min(BLOCK, H - first), p, up + first * D + p * PANEL, D, adds);
-      for (int64_t first = 0; down && first < D; first += BLOCK)
-        for (int64_t p = 0; p < panels(F); ++p)
-          add_product(to, false, first, std::min(BLOCK, D - first), p, down + first * F + p * PANEL, F, adds);
-      if (gradients.up_bias) add_rows(to, true, 0, H, start, stop, biases);
-      if (gradients.down_bias) add_rows(to, false, 0, D, start, stop, biases + H);
+      for (const Product& each : products) {
+        const int64_t rows = each.rows, columns = each.columns;
+        for (int64_t first = 0; each.grad && first < rows; first += BLOCK)
+          for (int64_t p = 0; p < panels(columns); ++p)
+            add_product(each, to, first, std::min(BLOCK, rows - first), p,
+                        sums_of(each) + first * columns + p * PANEL, columns, adds);
+        if (each.grad_bias) add_rows(each, to, 0, rows, start, stop, bias_sums_of(each));
+      }
     }
     auto write = [&](const Rows& grad, int64_t count, const S* sums) {
       grad.with_type([&](auto type) {
@@ -164,25 +212,24 @@ struct Backward {
         }
       });
     };
-    if (gradients.up && !in_place(gradients.up, H)) write(gradients.up, H, up);
-    if (gradients.down && !in_place(gradients.down, D)) write(gradients.down, D, down);
-    if (gradients.up_bias) write(gradients.up_bias, 1, biases);
-    if (gradients.down_bias) write(gradients.down_bias, 1, biases + H);
+    for (const Product& each : products) {
+      if (each.grad && !in_place(each.grad, each.rows)) write(each.grad, each.rows, sums_of(each));
+      if (each.grad_bias) write(each.grad_bias, 1, bias_sums_of(each));
+    }
     stream_done();
   }
 
   // Add the three phases of a group: copies of matrices, tiles, and blocks of the gradients of matrices.
   void add_phases(const Group& group, const std::vector<int64_t>& starts, std::vector<Phase>& phases) const {
     auto operands_of = [this, &starts](int64_t c) {
-      U* first = operands.data_ptr<U>() + starts[c] * (row_up + row_down);
-      return operands_at(first, starts[c + 1] - starts[c]);
+      return operands_at(operands.data_ptr<U>() + starts[c] * row_width, starts[c + 1] - starts[c]);
     };
     const int64_t num_parts = group.parts.size();
     // A first part that continues an expert reuses the copies of the previous group.
     const int64_t copied = !group.parts[0].begins;
-    phases.push_back({(num_parts - copied) * copies, [&, copied](int64_t task) {
-                        const int64_t i = copied + task / copies;
-                        copy(group.parts[i].expert, task % copies, matrices.row<U>(i));
+    phases.push_back({(num_parts - copied) * copies.num_panels, [&, copied](int64_t task) {
+                        const int64_t i = copied + task / copies.num_panels;
+                        copy(group.parts[i].expert, task % copies.num_panels, matrices.row<U>(i));
                       }});
     phases.push_back({int64_t(group.tiles.size()), [&group, this, operands_of](int64_t task) {
                         const Tile& each = group.tiles[task];
@@ -193,13 +240,13 @@ struct Backward {
     // Give every thread several tasks, even with few experts.
     const int64_t share = (H + D) * num_parts / (4 * at::get_num_threads());
     const int64_t height = is_bitwise<P>() ? std::clamp<int64_t>(share / 16 * 16, 16, BLOCK) : BLOCK;
-    const int64_t up_blocks = wants_up ? (H + height - 1) / height : 0;
-    const int64_t blocks = up_blocks + (wants_down ? (D + height - 1) / height : 0);
-    phases.push_back({num_parts * blocks, [&group, this, operands_of, up_blocks, blocks, height](int64_t task) {
-                        const int64_t b = task % blocks;
-                        const bool is_up = b < up_blocks;
-                        block(group, group.parts[task / blocks], operands_of, is_up,
-                              (is_up ? b : b - up_blocks) * height, height);
+    int64_t blocks = 0;
+    for (const Product& each : products) blocks += (each.rows + height - 1) / height;
+    phases.push_back({num_parts * blocks, [&group, this, operands_of, blocks, height](int64_t task) {
+                        int64_t first = task % blocks * height;
+                        auto each = products.begin();
+                        for (; first >= each->rows; ++each) first -= (each->rows + height - 1) / height * height;
+                        block(group, group.parts[task / blocks], operands_of, *each, first, height);
                       }});
   }
 
@@ -214,13 +261,7 @@ struct Backward {
   }
 
   void copy(int64_t e, int64_t panel, U* to) const {
-    if (reads_in_place(e)) return;
-    const int64_t down_panels = panels(F);
-    if (panel < down_panels)
-      pack<P>(layer.down, e * D, panel, D, to + panel * PANEL * units<P>(D));
-    else
-      pack<P>(layer.up, e * H, panel - down_panels, H,
-              to + down_units + (panel - down_panels) * PANEL * units<P>(H));
+    copies.copy(e, panel, reads_in_place(e) ? num_matrices : 0, to);
   }
 
   // C (m, columns of the matrix) = A (m, K) times a matrix with K rows.
@@ -231,16 +272,18 @@ struct Backward {
 
   // -- operands of the gradients of matrices
 
-  // The operands of one chunk, with `n` units for its rows. For each matrix, the output side comes first, as
-  // columns (H, n) or (D, n), then the input side in panels.
+  // The operands of one chunk, with `n` units for its rows; null if no gradient needs them. Gradients of outputs
+  // are stored as columns (width, n), inputs in panels.
   struct Operands {
     int64_t n;
-    U *up_first, *up_second, *down_first, *down_second;
+    std::array<U*, NUM_OPERANDS> starts;
+    U* operator[](Operand_ which) const { return starts[which]; }
   };
-  Operands operands_at(U* up_first, int64_t n) const {
-    U* up_second = up_first + (wants_up ? H * n : 0);
-    U* down_first = up_second + (wants_up ? panels(D) * PANEL * n : 0);
-    return {n, up_first, up_second, down_first, down_first + (wants_down ? D * n : 0)};
+  Operands operands_at(U* start, int64_t n) const {
+    Operands result{n, {}};
+    for (int i = 0; i < NUM_OPERANDS; start += widths[i++] * n)
+      if (widths[i]) result.starts[i] = start;
+    return result;
   }
 
   // -- rows
@@ -250,33 +293,52 @@ struct Backward {
             const Operands& to) const {
     const int64_t m = stop - start;
     const TileOperands<P> into{m, to.n, units<P>(start - chunk_start), stop == chunk_stop};
-    const int64_t ld_D = padded_stride<P>(D), ld_H = padded_stride<P>(H);
+    const int64_t ld_D = padded_stride<P>(D), ld_H = padded_stride<P>(H), ld_F = padded_stride<P>(F);
     const bool odd = padded<P>(m) > m;  // products read rows in pairs: add a row of zeros
     P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, 3 * D);
-    P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * F);
+    P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * ld_F);
     S *sums = scratch<S>(4, TILE * padded_stride<S>(std::max(F, D))), *bias = scratch<S>(11, D);
-    U* pairs = scratch<U>(13, TILE * std::max(H, D));
+    U* pairs = scratch<U>(13, TILE * std::max({H, D, up_rank, down_rank}));
+    auto store_low_rank = [&](const P* rows, int64_t rank, U* to) {
+      into.second(rank, to, [&](int64_t r) { return rows + r * padded_stride<P>(rank); });
+    };
 
     gather<P>(layer, grad_y, start, stop, dy);
-    if (wants_down) into.first(dy, D, ld_D, pairs, to.down_first);
-    times_matrix(e, layer.down, m, D, dy, matrix, sums);
+    if (to[D_DOWN]) into.first(dy, D, ld_D, pairs, to[D_DOWN]);
+    times_matrix(e, layer.down, m, D, dy, matrix + down, sums);
+    if (down_rank) {
+      const P* d_low = multiply_to_operand<P>(m, down_rank, D, dy, matrix + down_b, 20);
+      if (to[D_DOWN_LOW]) into.first(d_low, down_rank, padded_stride<P>(down_rank), pairs, to[D_DOWN_LOW]);
+      multiply<P>(m, F, down_rank, d_low, matrix + down_a, sums, true);
+    }
     const S* down_bias = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r)
-      row(start + r, sums + r * padded_stride<S>(F), dy + r * ld_D, down_bias, hidden + r * F, du + r * ld_H);
-    if (odd) std::fill_n(hidden + m * F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
-    if (wants_down) into.second(F, to.down_second, [&](int64_t r) { return hidden + r * F; });
+      row(start + r, sums + r * padded_stride<S>(F), dy + r * ld_D, down_bias, hidden + r * ld_F, du + r * ld_H);
+    if (odd) std::fill_n(hidden + m * ld_F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
+    if (to[HIDDEN]) into.second(F, to[HIDDEN], [&](int64_t r) { return hidden + r * ld_F; });
+    if (to[DOWN_LOW])
+      store_low_rank(multiply_to_operand<P>(m, down_rank, F, hidden, matrix + down_a_transposed, 20), down_rank,
+                     to[DOWN_LOW]);
+    const P* d_low = nullptr;
+    if (up_rank) d_low = multiply_to_operand<P>(m, up_rank, H, du, matrix + up_b, 20);
+    if (to[D_UP_LOW]) into.first(d_low, up_rank, padded_stride<P>(up_rank), pairs, to[D_UP_LOW]);
     if (gradients.x) {
-      times_matrix(e, layer.up, m, H, du, matrix + down_units, sums);
+      times_matrix(e, layer.up, m, H, du, matrix + up, sums);
+      if (up_rank) multiply<P>(m, D, up_rank, d_low, matrix + up_a, sums, true);
       for (int64_t r = 0; r < m; ++r) grad_x_rows.write(start + r, sums + r * padded_stride<S>(D));
     }
-    if (wants_up) {
-      into.first(du, H, ld_H, pairs, to.up_first);
+    if (to[D_UP]) into.first(du, H, ld_H, pairs, to[D_UP]);
+    if (to[X]) {
       if (odd) std::fill_n(x, D, P(0));
-      into.second(D, to.up_second, [&](int64_t r) -> const P* {
+      into.second(D, to[X], [&](int64_t r) -> const P* {
         if (r == m) return x;
         if (r + AHEAD < m) layer.x.prefetch(layer.token_ids[start + r + AHEAD]);
         return layer.x.read(layer.token_ids[start + r], x + (1 + r % 2) * D);
       });
+    }
+    if (to[UP_LOW]) {
+      gather<P>(layer, layer.x, start, stop, dy);
+      store_low_rank(multiply_to_operand<P>(m, up_rank, D, dy, matrix + up_a_transposed, 20), up_rank, to[UP_LOW]);
     }
   }
 
@@ -322,6 +384,7 @@ struct Backward {
     }
     gradients.weights[n] = dw;
     convert(value, hidden, F);
+    std::fill(hidden + F, hidden + padded<P>(F), P(0));
     if (layer.gated && layer.interleaved) {
       for (int64_t f = 0; f < F; ++f) buffer[2 * f] = grads[f], buffer[2 * f + 1] = grad_up[f];
       convert(buffer, du, H);
@@ -334,43 +397,41 @@ struct Backward {
   // -- gradients of matrices
 
   // Compute the `count` rows from `first` on, in one panel, of the product of a chunk's operands.
-  void add_product(const Operands& from, bool is_up, int64_t first, int64_t count, int64_t panel, S* sums,
+  void add_product(const Product& of, const Operands& from, int64_t first, int64_t count, int64_t panel, S* sums,
                    int64_t ld, bool adds) const {
-    const int64_t n = from.n, K = n * Operand<P>::per_unit, columns = is_up ? D : F;
-    const U* A = (is_up ? from.up_first : from.down_first) + first * n;
-    const U* B = (is_up ? from.up_second : from.down_second) + panel * n * PANEL;
-    product(count, panel_width(columns, panel), K, reinterpret_cast<const P*>(A), K, B, PANEL, sums, ld, adds);
+    const int64_t n = from.n, K = n * Operand<P>::per_unit;
+    const U *A = from[of.first] + first * n, *B = from[of.second] + panel * n * PANEL;
+    product(count, panel_width(of.columns, panel), K, reinterpret_cast<const P*>(A), K, B, PANEL, sums, ld, adds);
   }
   // Do the same for the gradient of a bias, where the rows of `dy` still need their weights.
-  void add_rows(const Operands& from, bool is_up, int64_t first, int64_t count, int64_t start, int64_t stop,
-                S* sums) const {
+  void add_rows(const Product& of, const Operands& from, int64_t first, int64_t count, int64_t start,
+                int64_t stop, S* sums) const {
     S* numbers = scratch<S>(1, CHUNK + 1);
     for (int64_t r = 0; r < count; ++r) {
-      const U* of_row = (is_up ? from.up_first : from.down_first) + (first + r) * from.n;
+      const U* of_row = from[of.first] + (first + r) * from.n;
       convert(reinterpret_cast<const P*>(of_row), numbers, stop - start);
       for (int64_t n = start; n < stop; ++n)
-        sums[r] += is_up ? numbers[n - start] : numbers[n - start] * layer.weight<S>(n);
+        sums[r] += of.first == D_UP ? numbers[n - start] : numbers[n - start] * layer.weight<S>(n);
     }
   }
 
-  // Compute a block of rows of an expert's gradients, of the first matrix and bias or of the second ones.
+  // Compute a block of rows of the gradients of an expert's matrix and bias.
   template <class F_>
-  void block(const Group& group, const Part& part, const F_& operands_of, bool is_up, int64_t first,
+  void block(const Group& group, const Part& part, const F_& operands_of, const Product& of, int64_t first,
              int64_t height) const {
-    const int64_t e = part.expert, rows = is_up ? H : D, columns = is_up ? D : F;
+    const int64_t e = part.expert, rows = of.rows, columns = of.columns;
     const int64_t count = std::min(height, rows - first);
-    const Rows& grad = is_up ? gradients.up : gradients.down;
-    const Rows& grad_bias = is_up ? gradients.up_bias : gradients.down_bias;
+    const Rows &grad = of.grad, &grad_bias = of.grad_bias;
     S* sums = scratch<S>(0, BLOCK * PANEL);
     // Sums of this block, for experts that span several groups.
-    auto carried = [&](int64_t i) { return carry.data_ptr<S>() + (is_up ? 0 : H * D + H) + i; };
+    auto carried = [&](int64_t i) { return carry.data_ptr<S>() + of.sums + i; };
     for (int64_t p = 0; grad && p < panels(columns); ++p) {
       const int64_t width = panel_width(columns, p);
       auto carried_row = [&](int64_t r) { return carried((first + r) * columns + p * PANEL); };
       if (!part.begins)
         for (int64_t r = 0; r < count; ++r) std::copy_n(carried_row(r), width, sums + r * PANEL);
       for (int64_t c = part.first_chunk; c < part.last_chunk; ++c)
-        add_product(operands_of(c), is_up, first, count, p, sums, PANEL, c > part.first_chunk || !part.begins);
+        add_product(of, operands_of(c), first, count, p, sums, PANEL, c > part.first_chunk || !part.begins);
       if (!part.ends) {
         for (int64_t r = 0; r < count; ++r) std::copy_n(sums + r * PANEL, width, carried_row(r));
         continue;
@@ -386,7 +447,7 @@ struct Backward {
     else
       std::copy_n(carried(rows * columns + first), count, sums);
     for (int64_t c = part.first_chunk; c < part.last_chunk; ++c)
-      add_rows(operands_of(c), is_up, first, count, group.chunks[c].start, group.chunks[c].stop, sums);
+      add_rows(of, operands_of(c), first, count, group.chunks[c].start, group.chunks[c].stop, sums);
     if (part.ends)
       grad_bias.write(e, sums, first, count);
     else
@@ -403,8 +464,7 @@ struct Backward {
         std::memset(static_cast<void*>(grad.row<T>(e * rows)), 0, rows * grad.width * sizeof(T));
       });
     };
-    clear(gradients.up, H), clear(gradients.down, D);
-    clear(gradients.up_bias, 1), clear(gradients.down_bias, 1);
+    for (const Product& each : products) clear(each.grad, each.rows), clear(each.grad_bias, 1);
   }
 };
 

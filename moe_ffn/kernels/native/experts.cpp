@@ -106,9 +106,19 @@ void forward_few_rows(const Layer& layer, const Rows& y) {
       }
     });
   };
+  std::vector<S> low, change;
+  auto add_adapter = [&](const Factors& factors, int64_t rows, const S* from, S* to) {
+    if (!factors.rank) return;
+    low.resize(N * factors.rank), change.resize(N * rows);
+    linear(factors.a, Rows(), factors.rank, from, low.data());
+    linear(factors.b, Rows(), rows, low.data(), change.data());
+    for (int64_t i = 0; i < N * rows; ++i) to[i] += change[i];
+  };
   linear(layer.up, layer.up_bias, H, x.data(), up.data());
+  add_adapter(layer.up_factors, H, x.data(), up.data());
   for (int64_t n = 0; n < N; ++n) layer.hidden_units(n, up.data() + n * H, hidden.data() + n * F);
   linear(layer.down, layer.down_bias, D, hidden.data(), sums.data());
+  add_adapter(layer.down_factors, D, hidden.data(), sums.data());
   Rows rows;
   rows.data = sums.data(), rows.dtype = c10::CppTypeToScalarType<S>::value, rows.width = D;
   sum_per_token<S>(layer, rows, static_cast<const S*>(layer.weights), y);
@@ -124,25 +134,33 @@ struct Forward {
   const Layer& layer;
   const Rows kept, y;  // the first product (N, H), if wanted; the result (T, D)
   const int64_t D = layer.D, F = layer.F, H = layer.H;
-  // Units of the copies of an expert's matrices; the matrix of the first product comes first.
-  const int64_t up_units = panels(H) * PANEL * units<P>(D), down_units = panels(D) * PANEL * units<P>(F);
-  const int64_t copies = panels(H) + panels(D);
+  Copies<P> copies;
+  const int64_t up = copies.add(layer.up, H, true), down = copies.add(layer.down, D, true);
+  // An adapter's copy of A, followed by that of B.
+  const int64_t up_adapter = add_copies(layer.up_factors, H), down_adapter = add_copies(layer.down_factors, D);
   Tensor y_ND = at::empty({layer.N, D}, at::TensorOptions(c10::CppTypeToScalarType<P>::value));
   const Rows rows_out = Rows(y_ND);
 
+  int64_t add_copies(const Factors& factors, int64_t rows) {
+    if (!factors.rank) return 0;
+    const int64_t start = copies.add(factors.a, factors.rank, true);
+    copies.add(factors.b, rows, true);
+    return start;
+  }
+
   void run() const {
-    const int64_t bytes = (up_units + down_units) * sizeof(U);
+    const int64_t bytes = copies.num_units * sizeof(U);
     const Division division = layer.divide(when(is_bitwise<P>(), bytes), bytes, 0);
     size_t max_parts = 0;
     for (const Group& group : division.groups) max_parts = std::max(max_parts, group.parts.size());
-    const Tensor packed = at::empty({int64_t(max_parts), up_units + down_units},
+    const Tensor packed = at::empty({int64_t(max_parts), copies.num_units},
                                     at::TensorOptions(c10::CppTypeToScalarType<U>::value));
     const Rows matrices(packed);
     std::vector<Phase> phases;
     for (const Group& group : division.groups) {
-      phases.push_back({int64_t(group.parts.size()) * copies, [&](int64_t task) {
-                          const int64_t i = task / copies;
-                          copy(group.parts[i].expert, task % copies, matrices.row<U>(i));
+      phases.push_back({int64_t(group.parts.size()) * copies.num_panels, [&](int64_t task) {
+                          const int64_t i = task / copies.num_panels;
+                          copy(group.parts[i].expert, task % copies.num_panels, matrices.row<U>(i));
                         }});
       phases.push_back({int64_t(group.tiles.size()), [&](int64_t task) {
                           const Tile& each = group.tiles[task];
@@ -151,8 +169,8 @@ struct Forward {
                         }});
     }
     compute(division, phases, [&](int64_t e) {
-      U* matrix = scratch<U>(16, up_units + down_units);
-      for (int64_t panel = 0; panel < copies; ++panel) copy(e, panel, matrix);
+      U* matrix = scratch<U>(16, copies.num_units);
+      for (int64_t panel = 0; panel < copies.num_panels; ++panel) copy(e, panel, matrix);
       const int64_t rows = Group::piece(layer.load(e), TILE), stop = layer.ends[e];
       for (int64_t start = layer.start(e); start < stop; start += rows)
         tile(e, start, std::min(stop, start + rows), matrix);
@@ -178,13 +196,16 @@ struct Forward {
   }
 
   [[gnu::noinline]] void copy(int64_t e, int64_t panel, U* to) const {
-    if (transposes_rows(e)) return;
-    const int64_t up_panels = panels(H);
-    if (panel < up_panels)
-      pack_transposed<P>(layer.up, e * H, panel, H, to + panel * PANEL * units<P>(D));
-    else
-      pack_transposed<P>(layer.down, e * D, panel - up_panels, D,
-                         to + up_units + (panel - up_panels) * PANEL * units<P>(F));
+    copies.copy(e, panel, transposes_rows(e) ? 2 : 0, to);
+  }
+
+  // Add the product of rows (m, K) with an adapter, B (A x), to C (m, N).
+  void add_adapter(const Factors& factors, int64_t m, int64_t N, int64_t K, const P* rows, const U* copy,
+                   S* C) const {
+    const int64_t rank = factors.rank;
+    if (!rank) return;
+    const P* low = multiply_to_operand<P>(m, rank, K, rows, copy, 8);
+    multiply<P>(m, N, rank, low, copy + panels(rank) * PANEL * units<P>(K), C, true);
   }
 
   [[gnu::noinline]] void tile(int64_t e, int64_t start, int64_t stop, const U* matrix) const {
@@ -193,7 +214,8 @@ struct Forward {
     S *sums = scratch<S>(2, TILE * padded_stride<S>(std::max(H, D))), *value = scratch<S>(4, F);
     S* bias = scratch<S>(5, std::max(H, D));
     gather<P>(layer, layer.x, start, stop, x);
-    times_matrix(e, layer.up, H, m, x, matrix, sums);
+    times_matrix(e, layer.up, H, m, x, matrix + up, sums);
+    add_adapter(layer.up_factors, m, H, D, x, matrix + up_adapter, sums);
     const S* added = layer.up_bias ? layer.up_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
       S* row = sums + r * padded_stride<S>(H);
@@ -205,7 +227,8 @@ struct Forward {
       convert(value, to, F);
       std::fill(to + F, to + padded<P>(F), P(0));
     }
-    times_matrix(e, layer.down, D, m, hidden, matrix + up_units, sums);
+    times_matrix(e, layer.down, D, m, hidden, matrix + down, sums);
+    add_adapter(layer.down_factors, m, D, F, hidden, matrix + down_adapter, sums);
     added = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
       S* row = sums + r * padded_stride<S>(D);
@@ -241,29 +264,36 @@ void with_product_type(ScalarType dtype, F f) {
 // Write `y` and, if given, `kept`: the first product (N, H).
 void experts_forward(const Tensor& x, const Tensor& weights, const Tensor& up, const Tensor& down,
                      const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
+                     const std::optional<Tensor>& up_a, const std::optional<Tensor>& up_b,
+                     const std::optional<Tensor>& down_a, const std::optional<Tensor>& down_b,
                      const Tensor& token_ids, const Tensor& offsets, const std::optional<Tensor>& dropout,
                      int64_t activation, bool gated, bool interleaved, double alpha, double limit,
                      ScalarType dtype, const std::optional<Tensor>& kept, const Tensor& y) {
-  const Layer layer(x, weights, up, down, up_bias, down_bias, token_ids, offsets, dropout, activation, gated,
-                    interleaved, alpha, limit);
+  const Layer layer(x, weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, token_ids, offsets,
+                    dropout, activation, gated, interleaved, alpha, limit);
   with_product_type(dtype, [&](auto type) { forward<decltype(type)>(layer, Rows(kept), Rows(y)); });
 }
 
 // Write the given gradients.
 void experts_backward(const Tensor& x, const Tensor& weights, const Tensor& up, const Tensor& down,
                       const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
+                      const std::optional<Tensor>& up_a, const std::optional<Tensor>& up_b,
+                      const std::optional<Tensor>& down_a, const std::optional<Tensor>& down_b,
                       const Tensor& token_ids, const Tensor& offsets, const std::optional<Tensor>& dropout,
                       int64_t activation, bool gated, bool interleaved, double alpha, double limit,
                       ScalarType dtype, const Tensor& kept, const Tensor& grad_y,
                       const std::optional<Tensor>& grad_x, const Tensor& grad_weights,
                       const std::optional<Tensor>& grad_up, const std::optional<Tensor>& grad_down,
-                      const std::optional<Tensor>& grad_up_bias, const std::optional<Tensor>& grad_down_bias) {
-  const Layer layer(x, weights, up, down, up_bias, down_bias, token_ids, offsets, dropout, activation, gated,
-                    interleaved, alpha, limit);
+                      const std::optional<Tensor>& grad_up_bias, const std::optional<Tensor>& grad_down_bias,
+                      const std::optional<Tensor>& grad_up_a, const std::optional<Tensor>& grad_up_b,
+                      const std::optional<Tensor>& grad_down_a, const std::optional<Tensor>& grad_down_b) {
+  const Layer layer(x, weights, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, token_ids, offsets,
+                    dropout, activation, gated, interleaved, alpha, limit);
   with_product_type(dtype, [&](auto type) {
     using P = decltype(type);
-    Gradients<P> gradients{Rows(grad_x),       Rows(grad_up),        Rows(grad_down),
-                           Rows(grad_up_bias), Rows(grad_down_bias), grad_weights.data_ptr<Sum<P>>()};
+    Gradients<P> gradients{Rows(grad_x),         Rows(grad_up),     Rows(grad_down),   Rows(grad_up_bias),
+                           Rows(grad_down_bias), Rows(grad_up_a),   Rows(grad_up_b),   Rows(grad_down_a),
+                           Rows(grad_down_b),    grad_weights.data_ptr<Sum<P>>()};
     Backward<P>(layer, Rows(kept), Rows(grad_y), gradients).run();
   });
 }
@@ -273,15 +303,15 @@ void experts_backward(const Tensor& x, const Tensor& weights, const Tensor& up, 
 
 TORCH_LIBRARY(moe_ffn_cpu, m) {
   const std::string layer =
-      "Tensor x, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor "
-      "token_ids, "
-      "Tensor offsets, Tensor? dropout, int activation, bool gated, bool interleaved, float alpha, float "
-      "limit, "
+      "Tensor x, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, "
+      "Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, Tensor token_ids, Tensor offsets, "
+      "Tensor? dropout, int activation, bool gated, bool interleaved, float alpha, float limit, "
       "ScalarType dtype, ";
   m.def(("experts_forward(" + layer + "Tensor(a!)? kept, Tensor(b!) y) -> ()").c_str());
   m.def(("experts_backward(" + layer +
          "Tensor kept, Tensor grad_y, Tensor(a!)? grad_x, Tensor(b!) grad_weights, Tensor(c!)? grad_up, "
-         "Tensor(d!)? grad_down, Tensor(e!)? grad_up_bias, Tensor(f!)? grad_down_bias) -> ()")
+         "Tensor(d!)? grad_down, Tensor(e!)? grad_up_bias, Tensor(f!)? grad_down_bias, Tensor(g!)? grad_up_a, "
+         "Tensor(h!)? grad_up_b, Tensor(i!)? grad_down_a, Tensor(j!)? grad_down_b) -> ()")
             .c_str());
   m.def("float32_linear(Tensor x, Tensor weight) -> Tensor");
   m.def(

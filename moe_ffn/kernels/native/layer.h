@@ -79,8 +79,17 @@ inline std::optional<int64_t> when(bool holds, int64_t value) {
   return holds ? std::optional(value) : std::nullopt;
 }
 
+// Factors of a low-rank adapter: B A is added to each expert's matrix. A has `rank` rows per expert.
+struct Factors {
+  Rows a, b;
+  int64_t rank;
+
+  Factors(const std::optional<Tensor>& a, const std::optional<Tensor>& b) : a(a), b(b), rank(a ? a->size(1) : 0) {}
+};
+
 struct Layer {
   Rows x, up, down, up_bias, down_bias, dropout;
+  Factors up_factors, down_factors;
   const int64_t* token_ids;
   const void* weights;              // numbers of the type of sums
   std::vector<int64_t> ends, nonempty;  // end of each expert's rows; experts with rows
@@ -90,7 +99,9 @@ struct Layer {
   double alpha, limit;
 
   Layer(const Tensor& x, const Tensor& weights_N, const Tensor& up, const Tensor& down,
-        const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias, const Tensor& token_ids,
+        const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
+        const std::optional<Tensor>& up_a, const std::optional<Tensor>& up_b,
+        const std::optional<Tensor>& down_a, const std::optional<Tensor>& down_b, const Tensor& token_ids,
         const Tensor& offsets, const std::optional<Tensor>& dropout, int64_t activation, bool gated,
         bool interleaved, double alpha, double limit)
       : x(x),
@@ -99,6 +110,8 @@ struct Layer {
         up_bias(up_bias),
         down_bias(down_bias),
         dropout(dropout),
+        up_factors(up_a, up_b),
+        down_factors(down_a, down_b),
         token_ids(token_ids.const_data_ptr<int64_t>()),
         weights(weights_N.const_data_ptr()),
         T(x.size(0)),
@@ -129,6 +142,15 @@ struct Layer {
     };
     check("the bias of the experts' first matrices", up_bias, E, H);
     check("the bias of the experts' second matrices", down_bias, E, D);
+    const auto check_factors = [&](const char* name, const std::optional<Tensor>& a,
+                                   const std::optional<Tensor>& b, int64_t rows, int64_t width) {
+      if (!a && !b) return;
+      TORCH_CHECK(a && b && a->dim() == 3 && b->dim() == 3 && a->size(0) == E && a->size(2) == width &&
+                      b->size(0) == E && b->size(1) == rows && b->size(2) == a->size(1),
+                  name, " must be [", E, ", rank, ", width, "] and [", E, ", ", rows, ", rank]");
+    };
+    check_factors("the factors of the adapter of the experts' first matrices", up_a, up_b, H, D);
+    check_factors("the factors of the adapter of the experts' second matrices", down_a, down_b, D, F);
     // The mask may have additional rows, for pairs that are not computed.
     if (dropout) check("the dropout mask", dropout, std::max(N, dropout->size(0)), F);
     for (int64_t e = 0; e < E; ++e)
@@ -338,6 +360,45 @@ void pack(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Un
     pair_rows(first, second, to, width);
   }
 }
+
+// Copies of an expert's matrices, in panels. Those for x W^T sum along the rows, those for x W over the rows.
+template <class P>
+struct Copies {
+  struct Matrix {
+    Rows rows;
+    int64_t height;  // rows per expert
+    bool is_transposed;
+    int64_t start;  // first unit in the copies
+
+    int64_t num_panels() const { return panels(is_transposed ? height : rows.width); }
+    int64_t num_units() const {
+      return num_panels() * PANEL * units<P>(is_transposed ? rows.width : height);
+    }
+  };
+  std::vector<Matrix> matrices;
+  int64_t num_panels = 0, num_units = 0;
+
+  // Add a matrix; return the unit at which its copy starts.
+  int64_t add(const Rows& rows, int64_t height, bool is_transposed) {
+    matrices.push_back({rows, height, is_transposed, num_units});
+    num_panels += matrices.back().num_panels();
+    num_units += matrices.back().num_units();
+    return matrices.back().start;
+  }
+
+  // Copy one panel of an expert, unless it belongs to one of the first `skipped` matrices.
+  void copy(int64_t e, int64_t panel, size_t skipped, Unit<P>* to) const {
+    size_t i = 0;
+    for (; panel >= matrices[i].num_panels(); ++i) panel -= matrices[i].num_panels();
+    if (i < skipped) return;
+    const Matrix& from = matrices[i];
+    const int64_t first = e * from.height, size = from.num_units() / from.num_panels();
+    if (from.is_transposed)
+      pack_transposed<P>(from.rows, first, panel, from.height, to + from.start + panel * size);
+    else
+      pack<P>(from.rows, first, panel, from.height, to + from.start + panel * size);
+  }
+};
 
 // Copy the rows of a tile's tokens, and add a row of zeros if products read rows in pairs.
 template <class P>

@@ -150,7 +150,7 @@ struct Rows {
 // Memory of one thread, reused between calls, because the first write to a new page is slow.
 template <class T>
 inline T* scratch(int slot, int64_t n) {
-  static thread_local std::vector<std::vector<char>> slots(20);
+  static thread_local std::vector<std::vector<char>> slots(32);
   constexpr int64_t line = 64;
   auto& bytes = slots[slot];
   const size_t needed = n * sizeof(T) + line;
@@ -268,22 +268,39 @@ constexpr int64_t padded_stride(int64_t n) {
   return (n + line - 1) / line * line + line;
 }
 
-// C (M, N) = A (M, K) B. In B, the rows of a panel have stride `ldb` and the panels stride `next`, in units.
+// C (M, N) = A (M, K) B, plus C if `adds`. In B, the rows of a panel have stride `ldb` and the panels stride
+// `next`, in units.
 template <class P>
 inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int64_t ldb, int64_t next,
-                     Sum<P>* C) {
+                     Sum<P>* C, bool adds = false) {
   // Round M up, because oneDNN compiles one kernel per number of rows; the additional rows are not used.
   M = (M + 7) / 8 * 8;
   for (int64_t panel = 0; panel < panels(N); ++panel)
     for (int64_t k = 0; k < K; k += MAX_SUM)
       product(M, panel_width(N, panel), std::min(MAX_SUM, padded<P>(K) - k), A + k, padded_stride<P>(K),
-              B + panel * next + units<P>(k) * ldb, ldb, C + panel * PANEL, padded_stride<Sum<P>>(N), k > 0);
+              B + panel * next + units<P>(k) * ldb, ldb, C + panel * PANEL, padded_stride<Sum<P>>(N), adds || k > 0);
 }
 
 // The same product for copied panels, which are contiguous.
 template <class P>
-inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C) {
-  multiply<P>(M, N, K, A, B, PANEL, units<P>(K) * PANEL, C);
+inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C,
+                     bool adds = false) {
+  multiply<P>(M, N, K, A, B, PANEL, units<P>(K) * PANEL, C, adds);
+}
+
+// Return the same product as an operand of other products, with a row of zeros if they read rows in pairs.
+template <class P>
+inline const P* multiply_to_operand(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int slot) {
+  const int64_t ld_sums = padded_stride<Sum<P>>(N), ld = padded_stride<P>(N), rows = (M + 8) / 8 * 8;
+  Sum<P>* sums = scratch<Sum<P>>(slot, rows * ld_sums);
+  P* result = scratch<P>(slot + 1, rows * ld);
+  multiply<P>(M, N, K, A, B, sums);
+  for (int64_t r = 0; r < M; ++r) {
+    convert(sums + r * ld_sums, result + r * ld, N);
+    std::fill(result + r * ld + N, result + r * ld + padded<P>(N), P(0));
+  }
+  if (padded<P>(M) > M) std::fill_n(result + M * ld, ld, P(0));
+  return result;
 }
 
 // C (M, N) = A (M, K) times the transpose of a matrix (N, K) that was not copied, for M <= PANEL. This computes

@@ -21,6 +21,7 @@ def hidden_gradient_kernel(
     token_ids_ptr,
     offsets_ptr,
     weights_ptr,
+    added_ptr,
     pre_ptr,
     d_pre_ptr,
     hidden_ptr,
@@ -44,6 +45,8 @@ def hidden_gradient_kernel(
 
     dw = <dy, down h + b> = <down^T dy, h> + <dy, b>. The second form does not need the expert's output, and
     multiplies by w only once.
+
+    `added_NF`, unless it is None, is added to down^T dy: the product with a low-rank adapter.
     """
     expert, first, end, column = find_tile(offsets_ptr, tl.cdiv(F, BLOCK_O), E, BLOCK_M, GROUP)
     if first >= end:
@@ -78,6 +81,10 @@ def hidden_gradient_kernel(
     tile = tl.arange(0, BLOCK_M)
     valid = rows < end
     wide_first = first.to(tl.int64)
+    if added_ptr is not None:
+        added_ptrs = added_ptr + wide_first * F + (tile[:, None] * F + units[None, :])
+        exist = valid[:, None] & (units < F)[None, :]
+        d_hidden += tl.load(added_ptrs, mask=exist, other=0.0).to(tl.float32)
     weights = tl.load(weights_ptr + wide_first + tile, mask=valid, other=0.0).to(tl.float32)
     pre_ptr += wide_first * H
     d_pre_ptr += wide_first * H

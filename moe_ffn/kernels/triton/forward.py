@@ -132,6 +132,7 @@ def hidden_kernel(
     dropout_ptr,
     token_ids_ptr,
     offsets_ptr,
+    added_ptr,
     pre_ptr,
     hidden_ptr,
     x_stride,
@@ -148,7 +149,10 @@ def hidden_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """hidden_NF = act(up_e x[token] + bias), gate and up in one pass; writes `pre_NH` unless it is None."""
+    """hidden_NF = act(up_e x[token] + bias), gate and up in one pass; writes `pre_NH` unless it is None.
+
+    `added_NH`, unless it is None, is added before the activation: the product with a low-rank adapter.
+    """
     expert, first, end, column = find_tile(offsets_ptr, tl.cdiv(F, BLOCK_O), E, BLOCK_M, GROUP)
     if first >= end:
         return
@@ -181,13 +185,19 @@ def hidden_kernel(
         if GATED:
             gate += tl.load(bias_ptrs).to(tl.float32)[None, :]
 
-    # Round before the activation, even if `pre_NH` is not stored: backward then recomputes the same hidden
-    # units, and evaluation computes the same as training.
-    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     stored = (rows < end)[:, None] & (units < F)[None, :]
     # 64-bit offset of the tile's first row, 32-bit offsets within the tile: half as many registers.
     tile = tl.arange(0, BLOCK_M)[:, None]
     wide_first = first.to(tl.int64)
+    if added_ptr is not None:
+        added_ptrs = added_ptr + wide_first * H + (tile * H + units[None, :])
+        up += tl.load(added_ptrs + UP, mask=stored, other=0.0).to(tl.float32)
+        if GATED:
+            gate += tl.load(added_ptrs, mask=stored, other=0.0).to(tl.float32)
+
+    # Round before the activation, even if `pre_NH` is not stored: backward then recomputes the same hidden
+    # units, and evaluation computes the same as training.
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     rounded_up = up.to(dtype)
     rounded_gate = gate.to(dtype)
     if pre_ptr is not None:

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from moe_ffn.kernels.autograd import register
+from moe_ffn.kernels.autograd import NUM_GRADIENTS, register
 from moe_ffn.kernels.triton.backward import (
     bias_gradient_kernel,
     hidden_gradient_kernel,
@@ -177,6 +177,11 @@ def _product(
     return output_NO
 
 
+def _adapter(rows: Rows, input_NI: Tensor, a_ERI: Tensor, b_EOR: Tensor) -> Tensor:
+    """Return B (A x) of each row."""
+    return _product(rows, _product(rows, input_NI, a_ERI), b_EOR)
+
+
 def _combine(
     rows: Rows,
     rows_ND: Tensor,
@@ -201,9 +206,12 @@ def _combine(
 
 
 def _weight_gradient(
-    rows: Rows, output_grad: Tensor, inputs: Tensor, like_EOI: Tensor, gather: str
+    rows: Rows, output_grad: Tensor, inputs: Tensor, like_EOI: Tensor, gather: str | None = None
 ) -> Tensor:
-    """Return the gradient of a weight like `like_EOI`; the side `gather`, "output" or "input", has T rows."""
+    """Return the gradient of a weight like `like_EOI`; the side `gather`, "output" or "input", has T rows.
+
+    Without `gather`, both sides have N rows.
+    """
     num_experts, width_out, width_in = like_EOI.shape
     gradient_EOI = torch.empty_like(like_EOI, memory_format=torch.contiguous_format)
 
@@ -267,6 +275,10 @@ def experts(
     down_EDF: Tensor,
     up_bias_EH: Tensor | None,
     down_bias_ED: Tensor | None,
+    up_a_ERD: Tensor | None,
+    up_b_EHR: Tensor | None,
+    down_a_ERF: Tensor | None,
+    down_b_EDR: Tensor | None,
     token_ids_N: Tensor,
     offsets_E: Tensor,
     ranks_N: Tensor,
@@ -283,8 +295,13 @@ def experts(
         x_rows_TD, (_, width, d_model) = _matrix(x_TD, dtype), up_EHD.shape
         hidden_NF = rows.empty(down_EDF.shape[2])
         pre_NH = rows.empty(width) if keep else None
+        added_NH = None
+        if up_a_ERD is not None and up_b_EHR is not None:
+            x_ND = x_rows_TD.index_select(0, token_ids_N)
+            added_NH = _adapter(rows, x_ND, _matrix(up_a_ERD, dtype), _matrix(up_b_EHR, dtype))
         _hidden_kernel[rows.grid(hidden_NF.shape[1])](
             *(x_rows_TD, _matrix(up_EHD, dtype), _contiguous(up_bias_EH), dropout_NF, token_ids_N),
+            added_ptr=added_NH,
             pre_ptr=pre_NH,
             hidden_ptr=hidden_NF,
             x_stride=x_rows_TD.stride(0),
@@ -294,6 +311,9 @@ def experts(
             **_activation(activation, clamp, up_EHD, down_EDF),
         )
         y_ND = _product(rows, hidden_NF, _matrix(down_EDF, dtype), down_bias_ED)
+        if down_a_ERF is not None and down_b_EDR is not None:
+            factors = _matrix(down_a_ERF, dtype), _matrix(down_b_EDR, dtype)
+            y_ND += _adapter(rows, hidden_NF, *factors)
         y_TD = _combine(rows, y_ND, weights_N, ranks_N, starts, x_TD.dtype)
         return y_TD, hidden_NF.new_empty(0, width) if pre_NH is None else pre_NH
 
@@ -307,6 +327,10 @@ def experts_backward(
     down_EDF: Tensor,
     up_bias_EH: Tensor | None,
     down_bias_ED: Tensor | None,
+    up_a_ERD: Tensor | None,
+    up_b_EHR: Tensor | None,
+    down_a_ERF: Tensor | None,
+    down_b_EDR: Tensor | None,
     token_ids_N: Tensor,
     offsets_E: Tensor,
     ranks_N: Tensor,
@@ -317,8 +341,10 @@ def experts_backward(
     clamp: list[float] | None,
     dtype: torch.dtype,
     wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the first six inputs of `experts`; empty if not wanted."""
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # one for each of NUM_GRADIENTS
+    """Return the gradients of x, the pairs' weights and the parameters; empty if not wanted."""
     with torch.cuda.device_of(x_TD):
         rows = Rows(token_ids_N, offsets_E, dtype)
         dy_TD, (_, d_model, d_ff) = _matrix(dy_TD, dtype), down_EDF.shape
@@ -328,9 +354,16 @@ def experts_backward(
         num_columns = triton.cdiv(d_ff, MIN_BLOCK_O)
         d_weights = dy_TD.new_zeros(len(rows), num_columns, dtype=torch.float32)
         bias_ED = _contiguous(down_bias_ED)
+        d_low_NR = added_NF = None
+        if down_a_ERF is not None and down_b_EDR is not None:
+            dy_ND = dy_TD.index_select(0, token_ids_N)
+            d_low_NR = _product(rows, dy_ND, _matrix(down_b_EDR, dtype).transpose(1, 2))
+            added_NF = _product(rows, d_low_NR, _matrix(down_a_ERF, dtype).transpose(1, 2))
+            del dy_ND
         _hidden_gradient_kernel[rows.grid(d_ff)](
             *(dy_TD, _matrix(down_EDF, dtype), bias_ED, dropout_NF, token_ids_N),
             weights_ptr=weights_N,
+            added_ptr=added_NF,
             pre_ptr=pre_NH,
             d_pre_ptr=d_pre_NH,
             hidden_ptr=hidden_NF,
@@ -342,25 +375,40 @@ def experts_backward(
             **rows.arguments,
             **_activation(activation, clamp, up_EHD, down_EDF),
         )
-        want_x, want_weights, want_up, want_down, want_up_bias, want_down_bias = wanted
+        want_x, want_weights, want_up, want_down, want_up_bias, want_down_bias = wanted[:6]
+        want_up_a, want_up_b, want_down_a, want_down_b = wanted[6:]
         grads = [x_TD.new_empty(0) for _ in wanted]
         if want_weights:
             grads[1] = d_weights.sum(dim=1).to(weights_N.dtype)
         if want_down:
             grads[3] = _weight_gradient(rows, dy_TD, hidden_NF, down_EDF, gather="output")
-        del hidden_NF
+        if want_down_a and down_a_ERF is not None and d_low_NR is not None:
+            grads[8] = _weight_gradient(rows, d_low_NR, hidden_NF, down_a_ERF)
+        if want_down_b and down_a_ERF is not None and down_b_EDR is not None:
+            low_NR = _product(rows, hidden_NF, _matrix(down_a_ERF, dtype))
+            grads[9] = _weight_gradient(rows, dy_TD, low_NR, down_b_EDR, gather="output")
+        del hidden_NF, added_NF
+        x_rows_TD = _matrix(x_TD, dtype)
         if want_up:
-            grads[2] = _weight_gradient(
-                rows, d_pre_NH, _matrix(x_TD, dtype), up_EHD, gather="input"
-            )
+            grads[2] = _weight_gradient(rows, d_pre_NH, x_rows_TD, up_EHD, gather="input")
         if want_up_bias and up_bias_EH is not None:
             grads[4] = _bias_gradient(rows, d_pre_NH, up_bias_EH)
         if want_down_bias and down_bias_ED is not None:
             grads[5] = _bias_gradient(rows, dy_TD, down_bias_ED, weights_N)
+        if up_b_EHR is not None:
+            d_low_NR = _product(rows, d_pre_NH, _matrix(up_b_EHR, dtype).transpose(1, 2))
+        if want_up_a and up_a_ERD is not None and d_low_NR is not None:
+            grads[6] = _weight_gradient(rows, d_low_NR, x_rows_TD, up_a_ERD, gather="input")
+        if want_up_b and up_a_ERD is not None and up_b_EHR is not None:
+            x_ND = x_rows_TD.index_select(0, token_ids_N)
+            low_NR = _product(rows, x_ND, _matrix(up_a_ERD, dtype))
+            grads[7] = _weight_gradient(rows, d_pre_NH, low_NR, up_b_EHR)
         if want_x:
             d_x_ND = _product(rows, d_pre_NH, _matrix(up_EHD, dtype).transpose(1, 2))
+            if up_a_ERD is not None and d_low_NR is not None:
+                d_x_ND += _product(rows, d_low_NR, _matrix(up_a_ERD, dtype).transpose(1, 2))
             grads[0] = _combine(rows, d_x_ND, None, ranks_N, starts, x_TD.dtype)
-        return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]
+        return tuple(grads)  # pyright: ignore[reportReturnType]
 
 
-register(experts, experts_backward, num_tensors=11, backend="triton")
+register(experts, experts_backward, num_tensors=NUM_GRADIENTS + 5, backend="triton")

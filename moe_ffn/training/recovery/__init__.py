@@ -6,6 +6,10 @@ from collections import deque
 from typing import Any, ClassVar
 
 
+class TrainingError(RuntimeError):
+    """Training failed or ended early; the run's folder has its checkpoints, and `load_run` reads it."""
+
+
 class Checkpointed:
     """Mixin with a `state_dict` of the attributes in `in_checkpoint`."""
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from moe_ffn.config.base import Config
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.objective import Objective
-from moe_ffn.training.recovery import Checkpointed
+from moe_ffn.training.recovery import Checkpointed, TrainingError
 
 
 class GuardConfig(Config, frozen=True):
@@ -54,7 +54,7 @@ class SkippedStep:
         return f"{self.reason}{place}"
 
 
-class Diverged(RuntimeError):  # noqa: N818 - what the run has done
+class Diverged(TrainingError):  # noqa: N818 - what the run has done
     """The run cannot continue, or no longer learns."""
 
     def __init__(self, step: int, problem: str) -> None:

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from moe_ffn.config.errors import first_line
+from moe_ffn.training.recovery import TrainingError
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 
 _STOP_SIGNALS = [
@@ -29,7 +30,7 @@ _STOP_SIGNALS = [
 ]
 
 
-class Interrupted(Exception):  # noqa: N818 - nothing went wrong
+class Interrupted(TrainingError):  # noqa: N818 - nothing went wrong
     """A signal ended the run early."""
 
     def __init__(self, signum: int, step: int) -> None:

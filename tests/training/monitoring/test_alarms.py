@@ -17,7 +17,7 @@ from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmRules
 from moe_ffn.training.monitoring.loggers import AlarmLog
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import AdamWConfig
-from tests.helpers.alarm_rules import RATE, make_rules
+from tests.helpers.faults import RATE, make_rules
 
 
 @pytest.fixture

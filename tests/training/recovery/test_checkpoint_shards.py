@@ -33,7 +33,7 @@ from tests.helpers.ranks import on_ranks, parallelize
 MODEL = DecoderConfig.model_validate(
     {
         "d_model": 16,
-        "num_layers": 2,
+        "num_layers": 1,
         "attention": {"num_heads": 2},
         "ffn": {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "k": 2}},
     }

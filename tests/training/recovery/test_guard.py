@@ -7,7 +7,7 @@ import math
 import pytest
 
 from moe_ffn.training.recovery.guard import Diverged, GuardConfig, SkippedStep, StepGuard
-from tests.helpers.alarm_rules import RATE, make_rules
+from tests.helpers.faults import RATE, make_rules
 
 
 def guard_after(*losses: float, **config: object) -> StepGuard:
