@@ -30,7 +30,7 @@ def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
     if num_experts < routing.num_experts:
         uncomputed_N = uncomputed_N | (routing.expert_ids_N >= num_experts)
     return plan_of_pairs(
-        routing.token_ids_N,
+        routing.token_indices_N,
         routing.expert_ids_N.masked_fill(uncomputed_N, num_experts),
         routing.weights_N.masked_fill(uncomputed_N, 0),
         num_experts,
@@ -38,12 +38,12 @@ def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
 
 
 def plan_of_pairs(
-    token_ids_N: Tensor, expert_ids_N: Tensor, weights_N: Tensor, num_experts: int
+    token_indices_N: Tensor, expert_ids_N: Tensor, weights_N: Tensor, num_experts: int
 ) -> Plan:
     """Return the plan for pairs in token order; pairs with expert id `num_experts` are not computed."""
     order_N, offsets_E = sort_by_expert(expert_ids_N, num_experts)
     return Plan(
-        token_ids_N=token_ids_N.index_select(0, order_N),
+        token_indices_N=token_indices_N.index_select(0, order_N),
         weights_N=weights_N.index_select(0, order_N),
         offsets_E=offsets_E,
         pair_ids_N=order_N,
@@ -58,7 +58,7 @@ def unsorted_plan(routing: Routing, num_experts: int) -> Plan:
     """
     uncomputed_N = routing.uncomputed_N | (routing.expert_ids_N >= num_experts)
     return Plan(
-        token_ids_N=routing.token_ids_N,
+        token_indices_N=routing.token_indices_N,
         weights_N=routing.weights_N.masked_fill(uncomputed_N, 0),
         offsets_E=routing.expert_ids_N.new_zeros(0, dtype=torch.int32),
         pair_ids_N=torch.arange(uncomputed_N.shape[0], device=uncomputed_N.device),
@@ -71,7 +71,7 @@ class Dispatched(ABC):
     """Dispatched tokens; other work can overlap with their transfer until `rows` waits for it."""
 
     plan: Plan
-    """Pairs of this rank's experts; its `token_ids_N` are indices into the result of `rows`."""
+    """Pairs of this rank's experts; its `token_indices_N` are indices into the result of `rows`."""
 
     @abstractmethod
     def rows(self) -> Tensor:

@@ -121,7 +121,7 @@ class Routing:
         uncomputed_N   all other pairs
     """
 
-    token_ids_N: Tensor
+    token_indices_N: Tensor
     """int64, the token of each pair, in [0, T)."""
 
     expert_ids_N: Tensor
@@ -155,19 +155,19 @@ class Routing:
 
     def __repr__(self) -> str:
         """One line of sizes and, if the tensors have values (not on `meta`, not in a trace), of counts."""
-        if not isinstance(self.token_ids_N, Tensor) or not isinstance(self.weights_N, Tensor):
+        if not isinstance(self.token_indices_N, Tensor) or not isinstance(self.weights_N, Tensor):
             return summarize(self)
         parts = [
             f"num_tokens={self.num_tokens}",
             f"sequence_length={self.sequence_length}",
             f"num_experts={self.num_experts}",
-            f"num_pairs={len(self.token_ids_N)}",
+            f"num_pairs={len(self.token_indices_N)}",
         ]
         with suppress(RuntimeError):  # a fake tensor, or one on the meta device, has no values
             if self.mask_T is not None:
                 parts.append(f"num_real_tokens={int(self.num_real_tokens)}")
             num_real = int(self.active_N.sum())
-            if num_real < len(self.token_ids_N):
+            if num_real < len(self.token_indices_N):
                 parts.append(f"num_real_pairs={num_real}")
             share = int((self.dropped_N & self.active_N).sum()) / max(num_real, 1)
             parts.append(f"dropped={share:.1%}")
@@ -178,8 +178,8 @@ class Routing:
         """Experts of the first tokens and load of each expert, drawn for a notebook; None without values."""
         try:
             active_N = self.active_N
-            shown_N = active_N & (self.token_ids_N < html_repr.MAX_TOKENS)
-            columns = (self.token_ids_N, self.expert_ids_N, self.weights_N, self.dropped_N)
+            shown_N = active_N & (self.token_indices_N < html_repr.MAX_TOKENS)
+            columns = (self.token_indices_N, self.expert_ids_N, self.weights_N, self.dropped_N)
             pairs = list(zip(*(column[shown_N].tolist() for column in columns), strict=True))
             counts_E = torch.bincount(self.expert_ids_N[active_N], minlength=self.num_experts)
             load_E = (counts_E / counts_E.sum().clamp(min=1)).tolist()
@@ -204,7 +204,7 @@ class Routing:
     def num_real_tokens(self) -> Tensor:
         """int64 scalar, the number of tokens without padding."""
         if self.mask_T is None:
-            return torch.tensor(self.num_tokens, device=self.token_ids_N.device)
+            return torch.tensor(self.num_tokens, device=self.token_indices_N.device)
         return self.mask_T.sum()
 
     @property
@@ -212,7 +212,7 @@ class Routing:
         """bool, True for the pairs that the router chose for real tokens."""
         if self.mask_T is None:
             return torch.ones_like(self.dropped_N)
-        return self.mask_T[self.token_ids_N]
+        return self.mask_T[self.token_indices_N]
 
     @property
     def computed_N(self) -> Tensor:
@@ -306,7 +306,7 @@ class Plan:
     (dropped, or padding) follow `offsets_E[-1]` with weight 0, so that shapes do not depend on the data.
     """
 
-    token_ids_N: Tensor
+    token_indices_N: Tensor
     """int64, the row of `x_TD` that each pair reads, and the row of the output to which it adds."""
 
     weights_N: Tensor

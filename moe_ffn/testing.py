@@ -242,7 +242,7 @@ class Trial:
         num_tokens, num_experts = _BATCH * self.length, num_experts or routing.num_experts
         N, TE = (len(routing.expert_ids_N),), (num_tokens, num_experts)
         shapes = {
-            "token_ids_N": N,
+            "token_indices_N": N,
             "weights_N": N,
             "dropped_N": N,
             "logits_TE": TE,
@@ -272,17 +272,17 @@ class Trial:
                 raise self.error(
                     f"its routing has {name} {describe_value(value)}, expected {expected}"
                 )
-        for name, end in {"token_ids_N": num_tokens, "expert_ids_N": num_experts}.items():
+        for name, end in {"token_indices_N": num_tokens, "expert_ids_N": num_experts}.items():
             ids = getattr(routing, name)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
                 raise self.error(f"its routing has {name} that are not int64 from 0 to {end - 1}")
         if isinstance(routing, PairsOnlyRouting):
-            k, ids = routing.pairs_per_token, routing.token_ids_N.tolist()
+            k, ids = routing.pairs_per_token, routing.token_indices_N.tolist()
             if type(k) is not int or ids != [
                 token for token in range(num_tokens) for _ in range(k)
             ]:
                 raise self.error(
-                    f"its routing has pairs_per_token {describe_value(k)}, but token_ids_N does not list "
+                    f"its routing has pairs_per_token {describe_value(k)}, but token_indices_N does not list "
                     "every token this many times, in order"
                 )
         return routing
@@ -438,7 +438,7 @@ class Trial:
                 )
             weights_N = routing.weights_N.masked_fill(~routing.active_N, 0)
             weights_TE = weights_N.new_zeros(routing.num_tokens, routing.num_experts)
-            weights_TE.index_put_((routing.token_ids_N, routing.expert_ids_N), weights_N, True)
+            weights_TE.index_put_((routing.token_indices_N, routing.expert_ids_N), weights_N, True)
             return weights_TE.unflatten(0, ids.shape)
 
         for training in (False, True):

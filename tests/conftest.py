@@ -118,7 +118,7 @@ def make_routing() -> Callable[..., Routing]:
     def make(expert_ids_TK: list[list[int]], num_experts: int, **replaced: Any) -> Routing:
         num_tokens, k = len(expert_ids_TK), len(expert_ids_TK[0])
         values: dict[str, Any] = {
-            "token_ids_N": torch.arange(num_tokens).repeat_interleave(k),
+            "token_indices_N": torch.arange(num_tokens).repeat_interleave(k),
             "expert_ids_N": torch.tensor(expert_ids_TK).flatten(),
             "weights_N": torch.full((num_tokens * k,), 1 / k),
             "dropped_N": torch.zeros(num_tokens * k, dtype=torch.bool),

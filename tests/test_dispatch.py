@@ -15,7 +15,7 @@ def test_pairs_are_sorted_by_expert_and_keep_token_order(make_routing: Any) -> N
     # expert  2  0  0  1  2  0   ->  expert 0: pairs 1, 2, 5; expert 1: 3; expert 2: 0, 4
     weights = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     plan = make_plan(make_routing([[2, 0], [0, 1], [2, 0]], 3, weights_N=weights))
-    assert plan.token_ids_N.tolist() == [0, 1, 2, 1, 0, 2]
+    assert plan.token_indices_N.tolist() == [0, 1, 2, 1, 0, 2]
     assert plan.weights_N.tolist() == weights[[1, 2, 5, 3, 0, 4]].tolist()
     assert plan.pair_ids_N.tolist() == [1, 2, 5, 3, 0, 4]
     assert plan.offsets_E.tolist() == [3, 4, 6]
@@ -32,7 +32,7 @@ def test_dropped_and_padded_pairs_stand_behind_with_weight_zero(make_routing: An
     )
     plan = make_plan(routing)
     assert plan.offsets_E.tolist() == [1, 2]
-    assert plan.token_ids_N.tolist() == [1, 2, 0, 3]
+    assert plan.token_indices_N.tolist() == [1, 2, 0, 3]
     assert plan.weights_N.tolist() == [1, 1, 0, 0]
 
 
@@ -52,7 +52,7 @@ def test_a_plan_without_pairs_ends_every_expert_at_zero(make_routing: Any) -> No
     routing = make_routing(
         [[0]],
         3,
-        token_ids_N=empty.long(),
+        token_indices_N=empty.long(),
         expert_ids_N=empty.long(),
         weights_N=empty,
         dropped_N=empty.bool(),

@@ -170,7 +170,7 @@ def oracle(moe: MoEFFN, x_BSD: Tensor, mask_BS: Tensor, limit: Limit) -> tuple[T
         torch.stack(tokens),
         TokenContext(mask, TOKEN_IDS[:batch, :length].flatten(), sequence_length=length),
     )
-    token_ids, expert_ids = routing.token_ids_N.tolist(), routing.expert_ids_N.tolist()
+    token_ids, expert_ids = routing.token_indices_N.tolist(), routing.expert_ids_N.tolist()
     num_experts = routing.num_experts
 
     chosen, capacity_k = [True] * len(token_ids), None

@@ -64,7 +64,7 @@ def sigmoid_layers(k: int) -> list[Routing]:
 
 def dense_weights(routing: Routing, token: int = 0) -> list[float]:
     """The weight of every expert for one token."""
-    mine = routing.token_ids_N == token
+    mine = routing.token_indices_N == token
     weights_E = torch.zeros(8)
     return weights_E.index_add(0, routing.expert_ids_N[mine], routing.weights_N[mine]).tolist()
 
@@ -104,7 +104,7 @@ def least_sum_of_weights(routing: Routing) -> float:
     """Over all tokens: 0 where one of them keeps nothing."""
     sums_T = torch.zeros(routing.num_tokens).index_add(
         0,
-        routing.token_ids_N[routing.computed_N],
+        routing.token_indices_N[routing.computed_N],
         routing.weights_N[routing.computed_N],
     )
     return sums_T.min().item()

@@ -159,7 +159,7 @@ def draw_pairs(drawing: Drawing, left: float, tokens: list[str], routing: Any, l
     """Draw the pairs of a routing as lines from tokens to experts; those in `lit` are orange."""
     drops = routing.dropped_N.tolist()
     experts = routing.expert_ids_N.tolist()
-    pairs = list(zip(routing.token_ids_N.tolist(), experts, strict=True))
+    pairs = list(zip(routing.token_indices_N.tolist(), experts, strict=True))
     for pair, weight, dropped in zip(pairs, routing.weights_N.tolist(), drops, strict=True):
         ends = [(left + 56, 62 + 40 * pair[0]), (left + 206, 82 + 54 * pair[1])]
         colour = "orange" if dropped or pair in lit else "blue"
@@ -197,7 +197,7 @@ def expert_choice(page: dict[str, Any]) -> Drawing:
     before, after = (
         {
             (t, e)
-            for t, e in zip(r.token_ids_N.tolist(), r.expert_ids_N.tolist(), strict=True)
+            for t, e in zip(r.token_indices_N.tolist(), r.expert_ids_N.tolist(), strict=True)
             if t < 5
         }
         for r in (page["before"], page["after"])

@@ -86,7 +86,7 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
         scores_TE = routing.require("scores_TE", "objective.bias_rule 'quantile'").detach()
         num_tokens, num_experts = scores_TE.shape
-        k = len(routing.token_ids_N) // max(num_tokens, 1)
+        k = len(routing.token_indices_N) // max(num_tokens, 1)
         if num_tokens == 0 or k == num_experts:  # no choice: keep the bias
             return -bias_E
         cutoff_T1 = (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:]

@@ -39,7 +39,7 @@ def groups_of(routing: Routing, *, by_sequence: bool = False) -> Groups:
     """Group a routing's pairs by expert, or by expert and sequence."""
     cells_N, active_N = routing.expert_ids_N, routing.active_N
     if by_sequence:
-        sequence_N = routing.token_ids_N // max(routing.sequence_length, 1)
+        sequence_N = routing.token_indices_N // max(routing.sequence_length, 1)
         cells_N = sequence_N * routing.num_experts + cells_N
     cells_N = cells_N.masked_fill(~active_N, -1)
     sorted_N, order_N = cells_N.sort(stable=True)
@@ -53,8 +53,8 @@ def groups_of(routing: Routing, *, by_sequence: bool = False) -> Groups:
 def _shares(routing: Routing) -> Tensor:
     weights_N = torch.where(routing.active_N, routing.weights_N, 0)
     zeros_T = weights_N.new_zeros(routing.num_tokens)
-    totals_T = zeros_T.index_add(0, routing.token_ids_N, weights_N)
-    return weights_N / divisor(totals_T)[routing.token_ids_N]
+    totals_T = zeros_T.index_add(0, routing.token_indices_N, weights_N)
+    return weights_N / divisor(totals_T)[routing.token_indices_N]
 
 
 def load_balance_from_pairs(routing: Routing, *, by_sequence: bool = False) -> Tensor:
@@ -67,7 +67,7 @@ def load_balance_from_pairs(routing: Routing, *, by_sequence: bool = False) -> T
     length = max(routing.sequence_length, 1) if by_sequence else max(routing.num_tokens, 1)
     counts_N = groups.sums(torch.ones_like(groups.shares_N))[groups.ids_N]
     # E / (pairs * tokens) * sum over pairs of (number of pairs in the pair's group) * (share of the pair).
-    sequence_ids_N = routing.token_ids_N // length
+    sequence_ids_N = routing.token_indices_N // length
     zeros_B = counts_N.new_zeros(routing.num_tokens // length)
     products_B = zeros_B.index_add(0, sequence_ids_N, counts_N * groups.shares_N)
     pairs_B = zeros_B.index_add(0, sequence_ids_N, groups.active_N.to(zeros_B.dtype))
@@ -93,10 +93,10 @@ def logsumexp_from_pairs(routing: PairsOnlyRouting) -> Tensor:
     """Return the logsumexp over the logits of each token's pairs, (T,)."""
     logits_N = routing.logits_N
     lowest_T = logits_N.new_full((routing.num_tokens,), -torch.inf)
-    max_T = lowest_T.scatter_reduce(0, routing.token_ids_N, logits_N.detach(), "amax")
+    max_T = lowest_T.scatter_reduce(0, routing.token_indices_N, logits_N.detach(), "amax")
     max_T = max_T.masked_fill(~max_T.isfinite(), 0)
-    parts_N = (logits_N - max_T[routing.token_ids_N]).exp()
-    return max_T + torch.zeros_like(max_T).index_add(0, routing.token_ids_N, parts_N).log()
+    parts_N = (logits_N - max_T[routing.token_indices_N]).exp()
+    return max_T + torch.zeros_like(max_T).index_add(0, routing.token_indices_N, parts_N).log()
 
 
 def entropy_from_pairs(routing: Routing) -> Tensor:

@@ -82,7 +82,7 @@ def pairs_per_sequence(routing: Routing) -> Tensor:
     num_experts = routing.num_experts
     length = max(routing.sequence_length, 1)
     num_cells = routing.num_tokens // length * num_experts
-    cell_N = routing.token_ids_N // length * num_experts + routing.expert_ids_N
+    cell_N = routing.token_indices_N // length * num_experts + routing.expert_ids_N
     pairs = count_pairs(cell_N.masked_fill(~routing.active_N, num_cells), num_cells + 1)[:-1]
     return rearrange(pairs, "(b e) -> b e", e=num_experts)
 

@@ -137,7 +137,7 @@ def expert_of_each_pair(plan: Plan, num_experts: int) -> Tensor:
     """Return int64 (N,), the expert of each pair of a sorted or an unsorted plan."""
     if plan.expert_ids_N is not None:
         return plan.expert_ids_N
-    ranks_N = torch.arange(len(plan.token_ids_N), device=plan.token_ids_N.device)
+    ranks_N = torch.arange(len(plan.token_indices_N), device=plan.token_indices_N.device)
     ids_N = torch.searchsorted(plan.offsets_E.long(), ranks_N, right=True)
     return ids_N.clamp(max=num_experts - 1)  # for pairs after the last offset, which have weight 0
 
@@ -147,7 +147,7 @@ def dot_with_token(rows_ND: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
     if plan.pairs_per_token is not None:  # avoids one copy of the token per pair
         rows_TKD = rows_ND.unflatten(0, (-1, plan.pairs_per_token))
         return torch.einsum("tkd,td->tk", rows_TKD, x_TD).flatten()
-    return torch.einsum("nd,nd->n", rows_ND, x_TD.index_select(0, plan.token_ids_N))
+    return torch.einsum("nd,nd->n", rows_ND, x_TD.index_select(0, plan.token_indices_N))
 
 
 def weighted_sum(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def weighted_sum(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -
             return torch.einsum("tk,tkd->td", weights_TK, rows_TKD).to(x_TD.dtype)
         weighted_ND = (weights_N[:, None, None] @ rows_ND.unsqueeze(1)).squeeze(1)
     sums_TD = torch.zeros(x_TD.shape, dtype=weights_N.dtype, device=x_TD.device)
-    return sums_TD.index_add(0, plan.token_ids_N, weighted_ND).to(x_TD.dtype)
+    return sums_TD.index_add(0, plan.token_indices_N, weighted_ND).to(x_TD.dtype)
 
 
 def _table(num_experts: int, d_model: int, *, bound: float = 0.0, std: float = 0.0) -> nn.Embedding:

@@ -228,7 +228,7 @@ class NormedExperts(ExpertsWrapper):
         if isinstance(self.each, nn.Identity):
             return self.experts(x_TD, plan)
         y_ND = self.each(self.experts(*rows_of_pairs(x_TD, plan)))
-        return combine(y_ND, x_TD, plan.token_ids_N, plan.weights_N)
+        return combine(y_ND, x_TD, plan.token_indices_N, plan.weights_N)
 
 
 # -- weights on the input
@@ -260,16 +260,16 @@ class InputWeightedExperts(ExpertsWrapper):
         weighted_ND = (rows_ND * plan.weights_N.unsqueeze(-1)).to(x_TD.dtype)
         y_ND = self.experts(weighted_ND, pairs)
         sums_TD = torch.zeros(x_TD.shape, dtype=y_ND.dtype, device=x_TD.device)
-        return sums_TD.index_add_(0, plan.token_ids_N, y_ND).to(x_TD.dtype)
+        return sums_TD.index_add_(0, plan.token_indices_N, y_ND).to(x_TD.dtype)
 
 
 def rows_of_pairs(x_RD: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
     """Return a copy of each pair's token, (N, D), and a plan with one pair of weight 1 per copy."""
-    rows_ND = x_RD.index_select(0, plan.token_ids_N)
+    rows_ND = x_RD.index_select(0, plan.token_indices_N)
     row_ids_N = torch.arange(rows_ND.shape[0], device=x_RD.device)
     pairs = replace(
         plan,
-        token_ids_N=row_ids_N,
+        token_indices_N=row_ids_N,
         weights_N=torch.ones_like(plan.weights_N),
         pair_ids_N=row_ids_N,
         pairs_per_token=None if plan.pairs_per_token is None else 1,

@@ -185,7 +185,7 @@ def gather_chosen(
 
 def by_sequence(routing: Routing) -> tuple[Tensor, Tensor]:
     """Return each token's weight, and True if it was chosen, both (B, S), from a routing to one expert."""
-    ids_N, computed_N, weights_N = routing.token_ids_N, routing.computed_N, routing.weights_N
+    ids_N, computed_N, weights_N = routing.token_indices_N, routing.computed_N, routing.weights_N
     chosen_T = computed_N.new_zeros(routing.num_tokens).scatter(0, ids_N, computed_N)
     weights_T = weights_N.new_zeros(routing.num_tokens).scatter(0, ids_N, weights_N)
     shape = (-1, max(routing.sequence_length, 1))

@@ -38,7 +38,7 @@ class Memory:
     name: str
     """`expert 3`, `shared expert`; empty for the only network of a block."""
 
-    token_ids_N: Tensor
+    token_indices_N: Tensor
     """int64, indices into the block's flattened tokens, without padding."""
 
     activations_NF: Tensor
@@ -146,7 +146,7 @@ def _(block: MixtureOfDepthsFFN, x: Tensor, context: TokenContext | None = None)
     start_B1 = torch.arange(0, len(x_TD), chosen_BS.shape[1], device=x.device).unsqueeze(-1)
     outer_ids = (start_B1 + position_BM).flatten()
     return [
-        replace(memory, token_ids_N=outer_ids[memory.token_ids_N])
+        replace(memory, token_indices_N=outer_ids[memory.token_indices_N])
         for memory in memories(block.ffn, x_BMD, inner_context)
     ]
 
@@ -169,7 +169,7 @@ def _expert_memories(experts: Experts, x_TD: Tensor, plan: Plan) -> list[Memory]
     if weights is None:
         return units
     for expert, end in enumerate(plan.offsets_E.tolist()):
-        ids_N, start = plan.token_ids_N[start:end], end
+        ids_N, start = plan.token_indices_N[start:end], end
         bias = None if weights.up_bias_EH is None else weights.up_bias_EH[expert]
         hidden_NF = weights.activate(F.linear(x_TD[ids_N], weights.up_EHD[expert], bias))
         values_FD = weights.down_EDF[expert].t()

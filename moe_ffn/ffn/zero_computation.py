@@ -83,7 +83,7 @@ def weights_of(routing: Routing, first: int) -> Tensor:
     """Return each token's weights for the experts from id `first` on, (T, Z); 0 for pairs not computed."""
     num_zero_computation = routing.num_experts - first
     skipped_N = routing.uncomputed_N | (routing.expert_ids_N < first)
-    cell_N = routing.token_ids_N * num_zero_computation + (routing.expert_ids_N - first)
+    cell_N = routing.token_indices_N * num_zero_computation + (routing.expert_ids_N - first)
     weights_N = routing.weights_N.masked_fill(skipped_N, 0)
     flat = weights_N.new_zeros(routing.num_tokens * num_zero_computation)
     flat = flat.index_add(0, cell_N.masked_fill(skipped_N, 0), weights_N)

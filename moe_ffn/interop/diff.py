@@ -691,10 +691,10 @@ def _changed(a: Routing, b: Routing) -> Tensor:
     """Return bool (T,), True for tokens that other experts compute in B."""
     width = max(a.num_experts, b.num_experts)
     pairs = [
-        (routing.token_ids_N * width + routing.expert_ids_N)[routing.computed_N]
+        (routing.token_indices_N * width + routing.expert_ids_N)[routing.computed_N]
         for routing in (a, b)
     ]
-    changed_T = torch.zeros(a.num_tokens, dtype=torch.bool, device=a.token_ids_N.device)
+    changed_T = torch.zeros(a.num_tokens, dtype=torch.bool, device=a.token_indices_N.device)
     for ours, theirs in (pairs, pairs[::-1]):
         changed_T[ours[~torch.isin(ours, theirs)] // width] = True
     return changed_T

@@ -103,9 +103,9 @@ def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tens
     """
     num_tokens, k = expert_ids_TK.shape
     num_experts = int(experts.num_experts)
-    token_ids_T = torch.arange(num_tokens, device=hidden_TD.device)
+    token_indices_T = torch.arange(num_tokens, device=hidden_TD.device)
     plan = plan_of_pairs(
-        token_ids_T.repeat_interleave(k),
+        token_indices_T.repeat_interleave(k),
         expert_ids_TK.reshape(-1).clamp(max=num_experts),
         weights_TK.reshape(-1),
         num_experts,

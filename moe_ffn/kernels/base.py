@@ -152,13 +152,13 @@ Backend = Callable[[Tensor, Plan, ExpertWeights], Tensor]
 """(x_TD, plan, weights) -> y_TD, the weighted sums of the experts' outputs, in the dtype of x."""
 
 
-def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) -> Tensor:
+def combine(y_ND: Tensor, x_TD: Tensor, token_indices_N: Tensor, weights_N: Tensor) -> Tensor:
     """Return the weighted sum of each token's rows of `y_ND`, computed in at least float32."""
     weighted_ND = y_ND * weights_N.unsqueeze(-1)
     if x_TD.shape[0] == 1:  # faster when decoding one token at a time
         return weighted_ND.sum(dim=0, keepdim=True).to(x_TD.dtype)
     sums_TD = torch.zeros(x_TD.shape, dtype=weighted_ND.dtype, device=x_TD.device)
-    return sums_TD.index_add_(0, token_ids_N, weighted_ND).to(x_TD.dtype)
+    return sums_TD.index_add_(0, token_indices_N, weighted_ND).to(x_TD.dtype)
 
 
 # -- derivatives

@@ -71,7 +71,7 @@ class Inputs(NamedTuple):
     weights_N: Tensor
     parameters: Sequence[Any]
     """`ExpertWeights.parameters`."""
-    token_ids_N: Tensor
+    token_indices_N: Tensor
     offsets_E: Tensor
     pair_ids_N: Tensor
     dropout_NF: Tensor | None
@@ -112,7 +112,7 @@ def _inputs(
 ) -> Inputs:
     dtype = compute_dtype(x_TD)
     dropout_NF = dropout_mask(len(weights_N), weights, product_dtype_on_cpu(dtype), x_TD.device)
-    ids = plan.token_ids_N, plan.offsets_E, plan.pair_ids_N
+    ids = plan.token_indices_N, plan.offsets_E, plan.pair_ids_N
     return Inputs(x_TD, weights_N, parameters, *ids, dropout_NF, weights, dtype)
 
 
@@ -132,7 +132,7 @@ class _Experts(torch.autograd.Function):
             len(weights_N), parameters[0].shape[1], dtype=inputs.dtype
         )
         y_TD = implementation.forward(inputs, pre_activation_NH)
-        ids = inputs.token_ids_N, inputs.offsets_E, inputs.pair_ids_N
+        ids = inputs.token_indices_N, inputs.offsets_E, inputs.pair_ids_N
         ctx.save_for_backward(
             x_TD, weights_N, *parameters, *ids, inputs.dropout_NF, pre_activation_NH
         )
@@ -189,7 +189,7 @@ def _operator_args(inputs: Inputs) -> tuple[Any, ...]:
         inputs.x_TD.contiguous(),
         inputs.weights_N.to(sum_dtype).contiguous(),
         *(None if parameter is None else parameter.contiguous() for parameter in inputs.parameters),
-        inputs.token_ids_N.contiguous(),
+        inputs.token_indices_N.contiguous(),
         inputs.offsets_E.int().contiguous(),
         inputs.dropout_NF,
         _CODES["clamped" if clamped is not None else options.activation],
@@ -282,7 +282,7 @@ def loop_on_cpu(
 
 
 def _run_inputs(inputs: Inputs, x_TD: Tensor, weights_N: Tensor, *parameters: Any) -> Tensor:
-    plan = Plan(inputs.token_ids_N, weights_N, inputs.offsets_E, inputs.pair_ids_N)
+    plan = Plan(inputs.token_indices_N, weights_N, inputs.offsets_E, inputs.pair_ids_N)
     # `dropout_NF` already is the dropout mask.
     weights = replace(inputs.options.with_parameters(*parameters), dropout=0.0)
     return loop_on_cpu(x_TD, plan, weights, inputs.dtype, inputs.dropout_NF)
@@ -320,7 +320,7 @@ LOOP = Implementation(_loop_forward, _loop_backward)
 def run_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Run the backend `cpu` as an operator; return (T, D)."""
     mask_dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-    ids = plan.token_ids_N, plan.offsets_E, plan.pair_ids_N
+    ids = plan.token_indices_N, plan.offsets_E, plan.pair_ids_N
     y_TD, _ = experts(
         x_TD,
         plan.weights_N,
@@ -410,10 +410,10 @@ def _parse(x_TD: Tensor, weights_N: Tensor, *others: Any) -> tuple[Implementatio
         interleaved=interleaved,
         **dict(zip(PARAMETERS, parameters, strict=True)),
     )
-    token_ids_N, offsets_E, pair_ids_N = ids
+    token_indices_N, offsets_E, pair_ids_N = ids
     computed_N = weights_N[: int(offsets_E[-1])]
     inputs = Inputs(
-        *(x_TD, computed_N, parameters, token_ids_N, offsets_E, pair_ids_N),
+        *(x_TD, computed_N, parameters, token_indices_N, offsets_E, pair_ids_N),
         *(dropout_NF, weights, dtype),
     )
     return NATIVE if is_compiled(weights) else LOOP, inputs

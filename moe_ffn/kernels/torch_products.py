@@ -73,18 +73,18 @@ def run_loop(
         experts = [expert for expert in experts if sizes[expert]]
         sizes = [sizes[expert] for expert in experts]
     # Skip the pairs that are not computed, which are most pairs with ReLU or top-p routing.
-    token_ids_N, weights_N = plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]]
+    token_indices_N, weights_N = plan.token_indices_N[: ends[-1]], plan.weights_N[: ends[-1]]
     if not sizes:
         return torch.zeros_like(x_TD)
     x_rows_TD = x_TD if dtype is None else x_TD.to(dtype)
-    inputs = x_rows_TD.index_select(0, token_ids_N).split_with_sizes(sizes)
+    inputs = x_rows_TD.index_select(0, token_indices_N).split_with_sizes(sizes)
     up_NH = _linear_per_expert(experts, inputs, *weights.first)
     hidden_NF = weights.activate(up_NH)
     if dropout_NF is not None:
         hidden_NF = hidden_NF * dropout_NF[: ends[-1]].to(hidden_NF.dtype)
     hidden = hidden_NF.split_with_sizes(sizes)
     y_ND = _linear_per_expert(experts, hidden, *weights.second)
-    return combine(y_ND, x_TD, token_ids_N, weights_N)
+    return combine(y_ND, x_TD, token_indices_N, weights_N)
 
 
 def _linear_per_expert(
@@ -117,7 +117,7 @@ ROW_BYTES = 16
 
 def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Run all experts at once, without host synchronisation, in float32, bfloat16 or float16."""
-    ranks_N = torch.arange(plan.token_ids_N.shape[0], device=x_TD.device)
+    ranks_N = torch.arange(plan.token_indices_N.shape[0], device=x_TD.device)
     computed_N1 = (ranks_N < plan.offsets_E[-1]).unsqueeze(-1)
     expert_ids_N = torch.searchsorted(plan.offsets_E, ranks_N.to(torch.int32), right=True)
     expert_ids_N = expert_ids_N.clamp(max=weights.num_experts - 1)
@@ -142,10 +142,10 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
     # grouped_mm does not initialise rows after the last offset, neither in its output nor in its gradient.
     # `where` before and after each product replaces them by zeros.
-    x_ND = torch.where(computed_N1, x_TD.to(dtype)[plan.token_ids_N], 0)
+    x_ND = torch.where(computed_N1, x_TD.to(dtype)[plan.token_indices_N], 0)
     up_NH = linear(x_ND, *weights.first)
     y_ND = linear(weights.activate(up_NH), *weights.second)
-    return combine(y_ND, x_TD, plan.token_ids_N, plan.weights_N)
+    return combine(y_ND, x_TD, plan.token_indices_N, plan.weights_N)
 
 
 def grouped_mm_unsupported_reason(x_TD: Tensor, weights: ExpertWeights) -> str | None:

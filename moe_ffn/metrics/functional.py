@@ -127,7 +127,7 @@ def nonfinite_tokens(routing: Routing) -> Tensor:
     # A sum of logits is finite only if each logit is; a sum that overflows counts as infinite too.
     if isinstance(routing, PairsOnlyRouting):
         zeros_T = routing.logits_N.new_zeros(routing.num_tokens)
-        nonfinite_T = ~zeros_T.index_add(0, routing.token_ids_N, routing.logits_N).isfinite()
+        nonfinite_T = ~zeros_T.index_add(0, routing.token_indices_N, routing.logits_N).isfinite()
     else:
         nonfinite_T = ~routing.require("logits_TE", "nonfinite_tokens").sum(dim=-1).isfinite()
     return (nonfinite_T if routing.mask_T is None else nonfinite_T & routing.mask_T).sum()
@@ -139,7 +139,7 @@ def nonfinite_tokens(routing: Routing) -> Tensor:
 @takes_routing
 def chosen_experts(routing: Routing) -> Tensor:
     """Return a bool mask (T, E) of the experts that each real token chose, before dropping."""
-    cells_N = routing.token_ids_N * routing.num_experts + routing.expert_ids_N
+    cells_N = routing.token_indices_N * routing.num_experts + routing.expert_ids_N
     shape = (routing.num_tokens, routing.num_experts)
     selected_N = routing.active_N.to(torch.uint8)
     # A pair may be listed twice, once chosen and once not; `amax` acts as a logical or.

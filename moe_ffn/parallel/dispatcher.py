@@ -134,9 +134,9 @@ class _Outgoing:
         expert_ids_N = experts_E.repeat_interleave(ends_E.diff(prepend=ends_E.new_zeros(1)))
         num_local = len(ends_E) // num_ranks
         rank_ids_N = expert_ids_N // num_local
-        token_ids_N = plan.token_ids_N.narrow(0, 0, len(expert_ids_N))
+        token_indices_N = plan.token_indices_N.narrow(0, 0, len(expert_ids_N))
         # A key for each rank and token: `unique` makes one row of the pairs with equal keys, and sorts rows.
-        keys_R, row_ids_N = (rank_ids_N * num_tokens + token_ids_N).unique(return_inverse=True)
+        keys_R, row_ids_N = (rank_ids_N * num_tokens + token_indices_N).unique(return_inverse=True)
         rows_P = (keys_R // max(num_tokens, 1)).bincount(minlength=num_ranks)
         starts_P = rows_P.cumsum(0) - rows_P
         row_ids_N, order_N = row_ids_N.sort(stable=True)

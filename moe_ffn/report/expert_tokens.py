@@ -69,7 +69,7 @@ class Assignment:
             with_dropped: also add dropped pairs.
         """
         added_N = routing.active_N if with_dropped else routing.computed_N
-        tokens = positions[routing.token_ids_N[added_N].cpu().numpy()].astype(np.int32)
+        tokens = positions[routing.token_indices_N[added_N].cpu().numpy()].astype(np.int32)
         experts = routing.expert_ids_N[added_N].cpu().numpy().astype(np.int32)
         weights = routing.weights_N[added_N].detach().float().cpu().numpy()
         self.first_T[positions[positions >= 0]] = routing.num_experts

@@ -259,7 +259,7 @@ def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> 
     if gate is None:
         return None
     inner, outer = routings[name], routings[gate]
-    chosen = outer.token_ids_N[outer.computed_N]
+    chosen = outer.token_indices_N[outer.computed_N]
     outer_positions = origin(routings, gate, gates)
     chosen = chosen if outer_positions is None else outer_positions[chosen]
     if inner.mask_T is None:
@@ -274,10 +274,10 @@ def visits_of(routing: Routing) -> list[Visit | None]:
     scores_TE = routing.require("scores_TE", "a trace")
     choices: list[list[Choice]] = [[] for _ in range(routing.num_tokens)]
     pairs = (
-        routing.token_ids_N,
+        routing.token_indices_N,
         routing.expert_ids_N,
         routing.weights_N,
-        scores_TE[routing.token_ids_N, routing.expert_ids_N],
+        scores_TE[routing.token_indices_N, routing.expert_ids_N],
         routing.dropped_N,
     )
     for token, *choice in zip(

@@ -429,9 +429,9 @@ def routing_of_pairs(
         if logits_TE is None:
             raise ValueError("routing_of_pairs without logits_TE needs num_experts")
         num_experts = logits_TE.shape[1]
-    token_ids_T1 = torch.arange(num_tokens, device=expert_ids_TK.device).unsqueeze(-1)
+    token_indices_T1 = torch.arange(num_tokens, device=expert_ids_TK.device).unsqueeze(-1)
     return kind(
-        token_ids_N=token_ids_T1.expand(num_tokens, k).flatten(),
+        token_indices_N=token_indices_T1.expand(num_tokens, k).flatten(),
         expert_ids_N=expert_ids_TK.flatten(),
         weights_N=weights_TK.flatten(),
         dropped_N=torch.zeros(num_tokens * k, dtype=torch.bool, device=expert_ids_TK.device),

@@ -139,7 +139,7 @@ def drop_over_sequence_capacity(
     """Mark the pairs beyond `count` per expert and sequence as dropped; see `drop_over_capacity`."""
     length, num_sequences = max(routing.sequence_length, 1), _num_sequences(routing)
     # One queue for each expert and sequence.
-    queues_N = routing.expert_ids_N * num_sequences + routing.token_ids_N // length
+    queues_N = routing.expert_ids_N * num_sequences + routing.token_indices_N // length
     by_queue = replace(
         routing, expert_ids_N=queues_N, num_experts=routing.num_experts * num_sequences
     )
@@ -157,7 +157,7 @@ def by_position(routing: Routing) -> Tensor:
 
     Causal: a later token never displaces an earlier token of any sequence in the batch.
     """
-    return routing.token_ids_N % max(routing.sequence_length, 1)
+    return routing.token_indices_N % max(routing.sequence_length, 1)
 
 
 def by_probability(routing: Routing) -> Tensor:
@@ -175,7 +175,9 @@ def by_choice(routing: Routing) -> Tensor:
     Not causal: a later token's first choice displaces an earlier token's second choice.
     """
     # The rank of a pair within its token: one queue per token, not per expert.
-    per_token = replace(routing, expert_ids_N=routing.token_ids_N, num_experts=routing.num_tokens)
+    per_token = replace(
+        routing, expert_ids_N=routing.token_indices_N, num_experts=routing.num_tokens
+    )
     return place_in_queue(per_token, by_probability(routing))
 
 
@@ -183,7 +185,7 @@ def at_random(routing: Routing) -> Tensor:
     """Random order, from torch's generator (DeepSpeed's random token selection). Not causal."""
     # float32 even in a bf16 model, whose default dtype would give many pairs the same priority.
     return torch.rand(
-        routing.token_ids_N.shape, dtype=torch.float32, device=routing.token_ids_N.device
+        routing.token_indices_N.shape, dtype=torch.float32, device=routing.token_indices_N.device
     )
 
 
@@ -217,8 +219,8 @@ def renormalize_survivors(routing: Routing) -> Routing:
     weights_N = torch.where(routing.active_N, routing.weights_N, 0)
     kept_N = torch.where(routing.computed_N, routing.weights_N, 0)
     zeros_T = weights_N.new_zeros(routing.num_tokens)
-    before_T = zeros_T.index_add(0, routing.token_ids_N, weights_N)
-    after_T = zeros_T.index_add(0, routing.token_ids_N, kept_N)
+    before_T = zeros_T.index_add(0, routing.token_indices_N, weights_N)
+    after_T = zeros_T.index_add(0, routing.token_indices_N, kept_N)
     tiny = torch.finfo(weights_N.dtype).tiny
     ratio_T = torch.where(after_T > 0, before_T / after_T.clamp(min=tiny), 1)
-    return replace(routing, weights_N=routing.weights_N * ratio_T[routing.token_ids_N])
+    return replace(routing, weights_N=routing.weights_N * ratio_T[routing.token_indices_N])

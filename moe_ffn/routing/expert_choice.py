@@ -89,17 +89,17 @@ class ExpertChoiceRouter(LinearRouter):
         chosen_BC = ranks_C < num_chosen_B.unsqueeze(-1)
 
         starts_B11 = torch.arange(num_groups, device=x_TD.device).view(-1, 1, 1) * group_size
-        token_ids_N = (token_ids_BEC + starts_B11).flatten()
+        token_indices_N = (token_ids_BEC + starts_B11).flatten()
         ids_E = torch.arange(num_experts, device=x_TD.device)
         expert_ids_N = repeat(ids_E, "e -> (b e c)", b=num_groups, c=num_listed)
         selected_N = repeat(chosen_BC, "b c -> (b e c)", e=num_experts)
-        order_N = token_ids_N.argsort(stable=True)  # token-major, like every routing
-        token_ids_N, expert_ids_N = token_ids_N[order_N], expert_ids_N[order_N]
+        order_N = token_indices_N.argsort(stable=True)  # token-major, like every routing
+        token_indices_N, expert_ids_N = token_indices_N[order_N], expert_ids_N[order_N]
         return VariableKRouting(
-            token_ids_N=token_ids_N,
+            token_indices_N=token_indices_N,
             expert_ids_N=expert_ids_N,
-            weights_N=scores_TE[token_ids_N, expert_ids_N],
-            dropped_N=torch.zeros_like(token_ids_N, dtype=torch.bool),
+            weights_N=scores_TE[token_indices_N, expert_ids_N],
+            dropped_N=torch.zeros_like(token_indices_N, dtype=torch.bool),
             num_tokens=num_tokens,
             num_experts=num_experts,
             sequence_length=sequence_length,

@@ -95,7 +95,7 @@ def observe_use(
             (pairs,) = (routing.computed_N & (routing.expert_ids_N == expert)).nonzero(
                 as_tuple=True
             )
-            output_ND = run_expert(weights, expert, x_TD[routing.token_ids_N[pairs]])
+            output_ND = run_expert(weights, expert, x_TD[routing.token_indices_N[pairs]])
             norm_N = torch.linalg.vector_norm(output_ND, dim=-1, dtype=torch.float64)
             counts_E[expert] += len(pairs)
             norms_E[expert] += (routing.weights_N[pairs] * norm_N).sum()

@@ -130,7 +130,7 @@ def test_a_share_that_is_no_whole_number_is_rounded_down(
     scores_TE = torch.rand(num_tokens + padding, num_experts, generator=generator)
     mask_T = torch.arange(num_tokens + padding) < num_tokens
     routing = Routing(
-        token_ids_N=torch.arange(num_tokens + padding).repeat_interleave(k),
+        token_indices_N=torch.arange(num_tokens + padding).repeat_interleave(k),
         expert_ids_N=scores_TE.topk(k).indices.flatten(),
         weights_N=torch.ones((num_tokens + padding) * k),
         dropped_N=torch.zeros((num_tokens + padding) * k, dtype=torch.bool),

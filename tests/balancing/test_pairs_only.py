@@ -58,7 +58,7 @@ def share_table(routing: Routing) -> tuple[Tensor, Tensor]:
     weights_TE, counts_TE = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
     for n in routing.active_N.nonzero().flatten().tolist():
         cell = torch.zeros(shape, dtype=torch.float64)
-        cell[routing.token_ids_N[n], routing.expert_ids_N[n]] = 1
+        cell[routing.token_indices_N[n], routing.expert_ids_N[n]] = 1
         weights_TE, counts_TE = weights_TE + routing.weights_N[n] * cell, counts_TE + cell
     return weights_TE / weights_TE.sum(1, keepdim=True).clamp(min=1e-300), counts_TE
 

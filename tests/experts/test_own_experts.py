@@ -110,7 +110,7 @@ def by_hand(block: Any, x_TD: Tensor, plan: Plan) -> Tensor:
     experts, y_TD, start = block.experts, torch.zeros_like(x_TD), 0
     for expert, end in enumerate(plan.offsets_E.tolist()):
         for pair in range(start, end):
-            token = plan.token_ids_N[pair]
+            token = plan.token_indices_N[pair]
             own = experts.out[expert] @ (experts.into[expert] @ x_TD[token])
             result = experts.down(F.gelu(experts.up(x_TD[token]) + own))
             y_TD = y_TD.index_add(0, token[None], plan.weights_N[pair] * result[None])

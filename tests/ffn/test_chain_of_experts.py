@@ -58,7 +58,7 @@ def test_the_identity_and_its_memories_are_the_output() -> None:
             assert memory.name == f"expert {expert}"
             weights_N = routing.weights_N[routing.expert_ids_N == expert]
             added_ND = weights_N[:, None] * (memory.activations_NF @ memory.values_FD)
-            sums.index_add_(0, memory.token_ids_N, added_ND)
+            sums.index_add_(0, memory.token_indices_N, added_ND)
     assert next(found, None) is None
     torch.testing.assert_close(sums.view_as(x), output.hidden)
 

@@ -50,7 +50,7 @@ def test_the_output_is_the_sum_of_activations_times_values(name: str, padded: bo
 
     sums = torch.zeros(B * S, D, dtype=torch.float64)
     for memory in found:
-        weights = torch.ones(len(memory.token_ids_N), dtype=torch.float64)
+        weights = torch.ones(len(memory.token_indices_N), dtype=torch.float64)
         routings: list[Any] = list(output.routings.values()) or [None]
         *outer, inner = routings
         if memory.name.startswith("expert"):
@@ -59,11 +59,11 @@ def test_the_output_is_the_sum_of_activations_times_values(name: str, padded: bo
         gates = outer if memory.name.startswith("expert") else [r for r in [inner] if r is not None]
         for gate in gates if name.startswith("mixture") else []:
             of_token = torch.zeros(B * S, dtype=torch.float64)
-            of_token[gate.token_ids_N] = gate.weights_N
-            weights = weights * of_token[memory.token_ids_N]
+            of_token[gate.token_indices_N] = gate.weights_N
+            weights = weights * of_token[memory.token_indices_N]
         added = weights[:, None] * (memory.activations_NF @ memory.values_FD)
-        sums.index_add_(0, memory.token_ids_N, added)
-        assert mask.flatten()[memory.token_ids_N].all(), "padding came to a network"
+        sums.index_add_(0, memory.token_indices_N, added)
+        assert mask.flatten()[memory.token_indices_N].all(), "padding came to a network"
 
     real = mask.flatten()
     torch.testing.assert_close(sums[real], output.hidden.reshape(-1, D)[real])

@@ -113,7 +113,7 @@ def mixture(moe: Any, x_TD: Tensor) -> Tensor:
             inner = kind.into(inner) if name == "LatentExperts" else inner
             inner = normed(kind.input, inner) if name == "NormedExperts" else inner
         y, copied = torch.zeros_like(inner), torch.zeros_like(x_D)
-        for n in (routing.token_ids_N == t).nonzero().flatten().tolist():
+        for n in (routing.token_indices_N == t).nonzero().flatten().tolist():
             e, weight = int(routing.expert_ids_N[n]), routing.weights_N[n]
             if routing.dropped_N[n]:
                 continue

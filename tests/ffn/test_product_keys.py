@@ -128,7 +128,7 @@ def test_a_capacity_and_experts_without_a_network_go_with_them(form: str) -> Non
     assert routing.dropped_N.any()
     expected = torch.zeros_like(x_BSD).flatten(0, 1)
     for n in routing.computed_N.nonzero().flatten().tolist():
-        t, e = int(routing.token_ids_N[n]), int(routing.expert_ids_N[n])
+        t, e = int(routing.token_indices_N[n]), int(routing.expert_ids_N[n])
         x_D = x_BSD.flatten(0, 1)[t]
         if e < NUM_EXPERTS - 9:
             made = one_expert(block.experts, e, x_D)

@@ -77,7 +77,7 @@ def test_a_context_and_a_plan_name_their_tensors() -> None:
     assert repr(context) == "TokenContext(mask=bool[2, 6] on cpu, sequence_length=6)"
     assert repr(TokenContext()) == "TokenContext()"
     assert repr(make_plan(output_of(WITH_CAPACITY).routing)) == (
-        "Plan(token_ids_N=int64[24] on cpu, weights_N=float32[24] on cpu, offsets_E=int32[4] on cpu, "
+        "Plan(token_indices_N=int64[24] on cpu, weights_N=float32[24] on cpu, offsets_E=int32[4] on cpu, "
         "pair_ids_N=int64[24] on cpu)"
     )
 

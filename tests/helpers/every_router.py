@@ -153,8 +153,8 @@ def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
 
 def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_EXPERTS) -> None:
     """Check the invariants of every Routing."""
-    (num_pairs,) = routing.token_ids_N.shape
-    for name in ("token_ids_N", "expert_ids_N"):
+    (num_pairs,) = routing.token_indices_N.shape
+    for name in ("token_indices_N", "expert_ids_N"):
         assert getattr(routing, name).dtype == torch.int64, name
     for name in ("expert_ids_N", "weights_N", "dropped_N", "active_N"):
         assert getattr(routing, name).shape == (num_pairs,), name
@@ -163,11 +163,11 @@ def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_
     shapes = {name: tuple(tensor.shape) for name, tensor in scores_of(routing).items()}
     table = (num_tokens, num_experts)
     assert shapes in ({"logits_TE": table, "scores_TE": table}, {"logits_N": (num_pairs,)})
-    assert (routing.token_ids_N.diff() >= 0).all()
+    assert (routing.token_indices_N.diff() >= 0).all()
     if isinstance(routing, PairsOnlyRouting):
         k = routing.pairs_per_token
-        assert routing.token_ids_N.tolist() == [t for t in range(num_tokens) for _ in range(k)]
-    assert ((routing.token_ids_N >= 0) & (routing.token_ids_N < num_tokens)).all()
+        assert routing.token_indices_N.tolist() == [t for t in range(num_tokens) for _ in range(k)]
+    assert ((routing.token_indices_N >= 0) & (routing.token_indices_N < num_tokens)).all()
     assert ((routing.expert_ids_N >= 0) & (routing.expert_ids_N < num_experts)).all()
     assert routing.weights_N.isfinite().all()
     assert (routing.weights_N >= 0).all()

@@ -38,7 +38,7 @@ def real_pairs(routing: Routing) -> list[list[tuple[int, float]]]:
     """Return the real (expert, weight) pairs of each token, in their order."""
     pairs: list[list[tuple[int, float]]] = [[] for _ in range(routing.num_tokens)]
     for token, expert, weight, real in zip(
-        routing.token_ids_N.tolist(),
+        routing.token_indices_N.tolist(),
         routing.expert_ids_N.tolist(),
         routing.weights_N.tolist(),
         routing.active_N.tolist(),

@@ -73,7 +73,7 @@ def test_it_is_what_the_experts_were_given(family: str, given: list[tuple[Tensor
     for routing, (ids_TK, weights_TK) in zip(routings.values(), given, strict=True):
         assert torch.equal(routing.expert_ids_N, ids_TK.flatten())
         assert torch.equal(routing.weights_N, weights_TK.flatten())
-        assert torch.equal(routing.token_ids_N.view(12, -1)[:, 0], torch.arange(12))
+        assert torch.equal(routing.token_indices_N.view(12, -1)[:, 0], torch.arange(12))
         assert (routing.num_experts, routing.sequence_length) == (4, 6)
         assert routing.mask_T is not None
         assert torch.equal(routing.mask_T, MASK_BS.flatten().bool())

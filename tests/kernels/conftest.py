@@ -100,7 +100,7 @@ def make_plan_of() -> Callable[[list[list[int | None]], int], Plan]:
         counts = torch.bincount(keys, minlength=num_experts + 1)[:num_experts]
         tokens = torch.tensor([token for token, _ in pairs], dtype=torch.long)
         return Plan(
-            token_ids_N=tokens[order].to(DEVICE),
+            token_indices_N=tokens[order].to(DEVICE),
             weights_N=weights[order].to(DEVICE).requires_grad_(),
             offsets_E=counts.cumsum(0).to(DEVICE, torch.int32),
             pair_ids_N=order.to(DEVICE),

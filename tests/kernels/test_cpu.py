@@ -115,7 +115,9 @@ def test_dropout_multiplies_the_hidden_units_by_its_mask(cpu: Any, kind: str, ma
     plain, wanted = replace(weights, dropout=0.0), torch.zeros_like(x_TD)
     up, down, up_bias, down_bias, *_ = weights.parameters
     experts = [0] * 7 + [1] * 2 + [3] * 2
-    for n, (token, expert) in enumerate(zip(plan.token_ids_N[:11].tolist(), experts, strict=True)):
+    for n, (token, expert) in enumerate(
+        zip(plan.token_indices_N[:11].tolist(), experts, strict=True)
+    ):
         hidden_F = plain.activate(up[expert] @ x_TD[token] + up_bias[expert]) * mask_NF[n]
         wanted[token] += plan.weights_N[n] * (down[expert] @ hidden_F + down_bias[expert])
     for got in results:

@@ -218,7 +218,7 @@ def test_a_token_that_is_no_number_reaches_no_other(
     case = Case(*SHAPES[shape], dtype, {"gated": True})
     given = case.given()
     x_TD, plan, _ = given
-    token = int(plan.token_ids_N[0])
+    token = int(plan.token_indices_N[0])
     others_T = torch.arange(case.num_tokens) != token
     wanted = {**derive(native, *given), "evaluated": evaluate(*given)["y"]}
     with torch.no_grad():
@@ -300,7 +300,7 @@ def test_tensors_need_not_be_contiguous(dtype: torch.dtype) -> None:
 def test_the_tensors_of_a_plan_need_not_be_contiguous() -> None:
     options = {"gated": True, "bias": False}
     x_TD, plan, weights = Case(*SHAPES["tails"], torch.float32, options).given()
-    names = ("token_ids_N", "weights_N", "offsets_E", "pair_ids_N")
+    names = ("token_indices_N", "weights_N", "offsets_E", "pair_ids_N")
     spread = {name: getattr(plan, name).repeat_interleave(2)[::2] for name in names}
     assert not any(tensor.is_contiguous() for tensor in spread.values())
     assert torch.equal(native(x_TD, replace(plan, **spread), weights), native(x_TD, plan, weights))
@@ -355,16 +355,18 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
             native(x_TD, replace(plan, **changed), weights)
 
     refused(
-        r"a token id that is not in \[0, 1\), the tokens of x", token_ids_N=plan.token_ids_N + 1
+        r"a token id that is not in \[0, 1\), the tokens of x",
+        token_indices_N=plan.token_indices_N + 1,
     )
     refused(
-        r"a token id that is not in \[0, 1\), the tokens of x", token_ids_N=plan.token_ids_N - 1
+        r"a token id that is not in \[0, 1\), the tokens of x",
+        token_indices_N=plan.token_indices_N - 1,
     )
     refused("the plan is for 2 experts, but there are 3", offsets_E=torch.tensor([1, 3]).int())
     grow = r"the plan's offsets must grow from 0 to at most its 3 pairs"
     refused(grow, offsets_E=torch.tensor([-1, 0, 3]).int())
     refused(grow, offsets_E=torch.tensor([2, 1, 3]).int())
-    refused(grow, offsets_E=torch.tensor([1, 1, 3]).int(), token_ids_N=plan.token_ids_N[:2])
+    refused(grow, offsets_E=torch.tensor([1, 1, 3]).int(), token_indices_N=plan.token_indices_N[:2])
     for bias in ("up_bias_EH", "down_bias_ED"):
         height = 65 if bias == "up_bias_EH" else 64
         for shape in ((1, height), (3, height - 1), (height,)):

@@ -186,7 +186,7 @@ def test_backward_keeps_the_inputs_and_one_product(make_weights: Any, make_plan_
     inputs += [b for b in (weights.up_bias_EH, weights.down_bias_ED) if b is not None]
     known = {tensor.data_ptr() for tensor in inputs}
     rest = [t for t in kept if t.data_ptr() not in known and t.is_floating_point()]
-    num_pairs = plan.token_ids_N.shape[0]
+    num_pairs = plan.token_indices_N.shape[0]
     assert [tuple(tensor.shape) for tensor in rest] == [(num_pairs, 2 * weights.d_ff)]
 
 
@@ -215,7 +215,7 @@ def test_dropout_multiplies_the_hidden_units_in_both_directions(
 ) -> None:
     experts = PLANS["lopsided"]
     plan, weights = make_plan_of(experts, 3), make_weights(dropout=0.5)
-    num_pairs = plan.token_ids_N.shape[0]
+    num_pairs = plan.token_indices_N.shape[0]
     generator = torch.Generator().manual_seed(7)
     mask_NF = torch.randint(2, (num_pairs, weights.d_ff), generator=generator).to(DEVICE) * 2.0
     monkeypatch.setattr(backend, "dropout_mask", lambda *_: mask_NF)

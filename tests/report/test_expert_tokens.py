@@ -109,7 +109,7 @@ def test_a_run_s_validation_text_is_routed_as_its_model_does(trained: Path) -> N
     assert inner.expert_names == ("0", "1", "2", "3")
     at_gate, inside = gate.pairs[0], inner.pairs[0]
     through = at_gate[at_gate < found.seq_len]
-    assert sorted(through) == sorted(routing.token_ids_N[routing.computed_N].tolist())
+    assert sorted(through) == sorted(routing.token_indices_N[routing.computed_N].tolist())
     # A token that goes past the block comes to none of the experts in it.
     assert set(inside.tolist()) == set(at_gate.tolist())
     at_none = np.flatnonzero(~inner.reached_T)

@@ -42,7 +42,7 @@ def routing(
     """Of (token, expert, weight); `dropped` and `not_chosen` are places in the list."""
     places = range(len(pairs))
     routing = Routing(
-        token_ids_N=torch.tensor([token for token, _, _ in pairs], dtype=torch.int64),
+        token_indices_N=torch.tensor([token for token, _, _ in pairs], dtype=torch.int64),
         expert_ids_N=torch.tensor([expert for _, expert, _ in pairs], dtype=torch.int64),
         weights_N=torch.tensor([weight for _, _, weight in pairs]),
         dropped_N=torch.tensor([place in (dropped or []) for place in places], dtype=torch.bool),

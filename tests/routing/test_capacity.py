@@ -207,7 +207,7 @@ def test_at_random_evaluation_goes_by_position() -> None:
     first, second = layer(x), layer(x)
     assert torch.equal(first.hidden, second.hidden)
     assert first.routing is not None
-    position_N = first.routing.token_ids_N % 8
+    position_N = first.routing.token_indices_N % 8
     assert position_N[first.routing.dropped_N].float().mean() > position_N.float().mean()
 
 

@@ -39,7 +39,7 @@ from tests.helpers.every_router import (
 
 
 def assert_same_routing(routing: Routing, expected: Routing) -> None:
-    for name in ("token_ids_N", "expert_ids_N", "weights_N", "active_N", *scores_of(expected)):
+    for name in ("token_indices_N", "expert_ids_N", "weights_N", "active_N", *scores_of(expected)):
         assert torch.equal(getattr(routing, name), getattr(expected, name)), name
 
 
@@ -210,7 +210,7 @@ def test_padding_is_never_computed_and_what_stands_in_it_changes_nothing(
     batch = make_batch(mask=mask)
     output, routing = call_layer(layer, batch)
     check_well_formed(routing, NUM_TOKENS)
-    assert not (routing.computed_N & ~mask.flatten()[routing.token_ids_N]).any()
+    assert not (routing.computed_N & ~mask.flatten()[routing.token_indices_N]).any()
     assert output.hidden[~mask].count_nonzero() == 0
     for filling in (1e3, torch.nan, torch.inf):
         x_BSD = batch.x_BSD.masked_fill(~mask.unsqueeze(-1), filling)
@@ -372,6 +372,6 @@ def test_tokens_that_are_all_alike_are_served(router: dict[str, Any], training: 
     for value in (0.0, 1.0, 1e30, torch.nan, torch.inf):
         routing = route_batch(built, replace(batch, x_BSD=torch.full_like(batch.x_BSD, value)))
         assert ((routing.expert_ids_N >= 0) & (routing.expert_ids_N < NUM_EXPERTS)).all()
-        assert (routing.token_ids_N.diff() >= 0).all()
+        assert (routing.token_indices_N.diff() >= 0).all()
         if math.isfinite(value):
             check_well_formed(routing, NUM_TOKENS)

@@ -245,7 +245,7 @@ class WorkExperts(Experts):
         self.how = how
     def forward(self, x_TD, plan):
         if self.how == "few": return x_TD[:3]
-        ids_N = plan.token_ids_N[: plan.offsets_E[-1]]
+        ids_N = plan.token_indices_N[: plan.offsets_E[-1]]
         weights_N = 1 if self.how == "blind" else plan.weights_N[: len(ids_N), None]
         y_TD = torch.zeros_like(x_TD).index_add(0, ids_N, weights_N * x_TD[ids_N])
         return y_TD / len(ids_N) if self.how == "mean" else y_TD
@@ -413,7 +413,7 @@ PLACES = {
         "its routing has expert_ids_N that are not int64 from 0 to 7"
     ),
     ("model.ffn.router", "Lists", "list twice"): (
-        "its routing has pairs_per_token 2, but token_ids_N does not list every token this many "
+        "its routing has pairs_per_token 2, but token_indices_N does not list every token this many "
         "times, in order"
     ),
     ("model.ffn.router", "Lists", "list without logits"): (

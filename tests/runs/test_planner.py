@@ -355,7 +355,7 @@ def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict
     rows = 0
     for routing in output.routings.values():
         of_rank_N = routing.expert_ids_N // (4 // layout.expert)
-        pairs = {*zip(routing.token_ids_N.tolist(), of_rank_N.tolist(), strict=True)}
+        pairs = {*zip(routing.token_indices_N.tolist(), of_rank_N.tolist(), strict=True)}
         rows += sum(of_rank != rank % layout.expert for _, of_rank in pairs)
     return dict(sent.bytes), rows
 

@@ -151,7 +151,7 @@ def chosen_by_all(experts: int, target_k: float = 1.0, num_tokens: int = 2) -> R
     """Tokens, each of which lists four experts and chooses the first `experts`."""
     logits_TE = torch.where(torch.arange(4) < experts, 1.0, -1.0).expand(num_tokens, 4)
     return SparsityTargetRouting(
-        token_ids_N=torch.arange(num_tokens).repeat_interleave(4),
+        token_indices_N=torch.arange(num_tokens).repeat_interleave(4),
         expert_ids_N=torch.arange(4).repeat(num_tokens),
         weights_N=logits_TE.relu().flatten(),
         dropped_N=torch.zeros(4 * num_tokens, dtype=torch.bool),

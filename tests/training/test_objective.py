@@ -18,7 +18,7 @@ def routing(expert_ids: list[int], scores_TE: Tensor, logits_TE: Tensor) -> Rout
     """Each token to one expert."""
     num_tokens = len(expert_ids)
     return Routing(
-        token_ids_N=torch.arange(num_tokens),
+        token_indices_N=torch.arange(num_tokens),
         expert_ids_N=torch.tensor(expert_ids),
         weights_N=torch.ones(num_tokens),
         dropped_N=torch.zeros(num_tokens, dtype=torch.bool),

@@ -142,7 +142,7 @@ def _first_flip(one: Outputs, other: Outputs, shape: torch.Size, half: int) -> s
         again = other.routings[name]
         if routing.expert_ids_N.shape != again.expert_ids_N.shape:
             return name
-        early_N = is_early_T.to(routing.token_ids_N.device)[routing.token_ids_N]
+        early_N = is_early_T.to(routing.token_indices_N.device)[routing.token_indices_N]
         if (routing.expert_ids_N != again.expert_ids_N)[early_N].any() or (
             routing.dropped_N != again.dropped_N
         )[early_N].any():

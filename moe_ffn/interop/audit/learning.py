@@ -231,7 +231,7 @@ def _used_experts(
     reached_T = (grad.reshape(-1, grad.shape[-1]) != 0).any(dim=-1)
     if len(reached_T) != routing.num_tokens or routing.num_experts < layer.num_experts:
         return None
-    counted_N = routing.computed_N & reached_T[routing.token_ids_N] & (routing.weights_N != 0)
+    counted_N = routing.computed_N & reached_T[routing.token_indices_N] & (routing.weights_N != 0)
     used_E = torch.zeros(routing.num_experts, dtype=torch.bool, device=counted_N.device)
     used_E[routing.expert_ids_N[counted_N]] = True
     return used_E[: layer.num_experts].cpu()

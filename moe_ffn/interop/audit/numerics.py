@@ -255,7 +255,7 @@ def _compare_ours(module: MatrixExperts, args: tuple[Any, ...]) -> dict[str, flo
     x_TD, plan = args[:2]
 
     def run(experts: MatrixExperts, x_TD: Tensor, weights_N: Tensor, backend: str) -> Tensor:
-        own_plan = Plan(plan.token_ids_N, weights_N, plan.offsets_E, plan.pair_ids_N)
+        own_plan = Plan(plan.token_indices_N, weights_N, plan.offsets_E, plan.pair_ids_N)
         return run_experts(x_TD, own_plan, experts.weights(), backend)
 
     exact = copy.deepcopy(module).double()
@@ -275,9 +275,9 @@ def _compare_theirs(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
 
     def loop(hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
         num_tokens, k = ids_TK.shape
-        token_ids_T = torch.arange(num_tokens, device=ids_TK.device)
+        token_indices_T = torch.arange(num_tokens, device=ids_TK.device)
         plan = plan_of_pairs(
-            token_ids_T.repeat_interleave(k),
+            token_indices_T.repeat_interleave(k),
             ids_TK.reshape(-1).clamp(max=exact.num_experts),
             weights_TK.reshape(-1),
             exact.num_experts,

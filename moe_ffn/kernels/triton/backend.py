@@ -42,11 +42,11 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     clamped = weights.gate_function if isinstance(weights.gate_function, ClampedSwiGLU) else None
     y_TD, _ = experts(
         *differentiable,
-        plan.token_ids_N,
+        plan.token_indices_N,
         plan.offsets_E,
         ranks_N,
         starts,
-        dropout_mask(plan.token_ids_N.shape[0], weights, dtype, x_TD.device),
+        dropout_mask(plan.token_indices_N.shape[0], weights, dtype, x_TD.device),
         weights.activation,
         None if clamped is None else [clamped.alpha, clamped.limit],
         dtype,
@@ -94,4 +94,4 @@ def _pairs_by_token(plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
         0, plan.pair_ids_N, torch.arange(num_pairs, device=device)
     )
     tokens = torch.arange(num_tokens + 1, device=device)
-    return ranks_N, torch.searchsorted(plan.token_ids_N.index_select(0, ranks_N), tokens)
+    return ranks_N, torch.searchsorted(plan.token_indices_N.index_select(0, ranks_N), tokens)

@@ -108,13 +108,13 @@ _FUSED = {"enable_fp_fusion": True}
 class Rows:
     """Pairs in the order of the plan."""
 
-    token_ids_N: Tensor
+    token_indices_N: Tensor
     offsets_E: Tensor
     dtype: torch.dtype
     """Dtype of all tensors with a row per pair."""
 
     def __len__(self) -> int:
-        return self.token_ids_N.shape[0]
+        return self.token_indices_N.shape[0]
 
     @property
     def num_experts(self) -> int:
@@ -222,8 +222,8 @@ def _weight_gradient(
     _weight_gradient_kernel[programs](
         output_grad,
         inputs,
-        rows.token_ids_N if gather == "output" else None,
-        rows.token_ids_N if gather == "input" else None,
+        rows.token_indices_N if gather == "output" else None,
+        rows.token_indices_N if gather == "input" else None,
         rows.offsets_E,
         gradient_EOI,
         output_grad.stride(0),
@@ -243,7 +243,7 @@ def _bias_gradient(
     gradient_EO = torch.empty_like(like_EO, memory_format=torch.contiguous_format)
     block, rows_at_a_time = (16, 16) if knobs.runtime.interpret else (128, 32)
     _bias_gradient_kernel[(num_experts, triton.cdiv(width, block))](
-        *(output_grad, rows.token_ids_N, weights_N, rows.offsets_E, gradient_EO),
+        *(output_grad, rows.token_indices_N, weights_N, rows.offsets_E, gradient_EO),
         output_grad.stride(0),
         OUT=width,
         BLOCK_O=block,
@@ -279,7 +279,7 @@ def experts(
     up_b_EHR: Tensor | None,
     down_a_ERF: Tensor | None,
     down_b_EDR: Tensor | None,
-    token_ids_N: Tensor,
+    token_indices_N: Tensor,
     offsets_E: Tensor,
     ranks_N: Tensor,
     starts: Tensor,
@@ -291,16 +291,22 @@ def experts(
 ) -> tuple[Tensor, Tensor]:
     """Return y_TD and the pre-activations (N, H), with 0 rows if there is no backward pass."""
     with torch.cuda.device_of(x_TD):  # Triton launches on the current device
-        rows = Rows(token_ids_N, offsets_E, dtype)
+        rows = Rows(token_indices_N, offsets_E, dtype)
         x_rows_TD, (_, width, d_model) = _matrix(x_TD, dtype), up_EHD.shape
         hidden_NF = rows.empty(down_EDF.shape[2])
         pre_NH = rows.empty(width) if keep else None
         added_NH = None
         if up_a_ERD is not None and up_b_EHR is not None:
-            x_ND = x_rows_TD.index_select(0, token_ids_N)
+            x_ND = x_rows_TD.index_select(0, token_indices_N)
             added_NH = _adapter(rows, x_ND, _matrix(up_a_ERD, dtype), _matrix(up_b_EHR, dtype))
         _hidden_kernel[rows.grid(hidden_NF.shape[1])](
-            *(x_rows_TD, _matrix(up_EHD, dtype), _contiguous(up_bias_EH), dropout_NF, token_ids_N),
+            *(
+                x_rows_TD,
+                _matrix(up_EHD, dtype),
+                _contiguous(up_bias_EH),
+                dropout_NF,
+                token_indices_N,
+            ),
             added_ptr=added_NH,
             pre_ptr=pre_NH,
             hidden_ptr=hidden_NF,
@@ -331,7 +337,7 @@ def experts_backward(
     up_b_EHR: Tensor | None,
     down_a_ERF: Tensor | None,
     down_b_EDR: Tensor | None,
-    token_ids_N: Tensor,
+    token_indices_N: Tensor,
     offsets_E: Tensor,
     ranks_N: Tensor,
     starts: Tensor,
@@ -346,7 +352,7 @@ def experts_backward(
 ]:  # one for each of NUM_GRADIENTS
     """Return the gradients of x, the pairs' weights and the parameters; empty if not wanted."""
     with torch.cuda.device_of(x_TD):
-        rows = Rows(token_ids_N, offsets_E, dtype)
+        rows = Rows(token_indices_N, offsets_E, dtype)
         dy_TD, (_, d_model, d_ff) = _matrix(dy_TD, dtype), down_EDF.shape
         d_pre_NH, hidden_NF = rows.empty(pre_NH.shape[1]), rows.empty(d_ff)
         # Each tile of units writes its own column, and the columns are summed afterwards, because the
@@ -356,12 +362,12 @@ def experts_backward(
         bias_ED = _contiguous(down_bias_ED)
         d_low_NR = added_NF = None
         if down_a_ERF is not None and down_b_EDR is not None:
-            dy_ND = dy_TD.index_select(0, token_ids_N)
+            dy_ND = dy_TD.index_select(0, token_indices_N)
             d_low_NR = _product(rows, dy_ND, _matrix(down_b_EDR, dtype).transpose(1, 2))
             added_NF = _product(rows, d_low_NR, _matrix(down_a_ERF, dtype).transpose(1, 2))
             del dy_ND
         _hidden_gradient_kernel[rows.grid(d_ff)](
-            *(dy_TD, _matrix(down_EDF, dtype), bias_ED, dropout_NF, token_ids_N),
+            *(dy_TD, _matrix(down_EDF, dtype), bias_ED, dropout_NF, token_indices_N),
             weights_ptr=weights_N,
             added_ptr=added_NF,
             pre_ptr=pre_NH,
@@ -400,7 +406,7 @@ def experts_backward(
         if want_up_a and up_a_ERD is not None and d_low_NR is not None:
             grads[6] = _weight_gradient(rows, d_low_NR, x_rows_TD, up_a_ERD, gather="input")
         if want_up_b and up_a_ERD is not None and up_b_EHR is not None:
-            x_ND = x_rows_TD.index_select(0, token_ids_N)
+            x_ND = x_rows_TD.index_select(0, token_indices_N)
             low_NR = _product(rows, x_ND, _matrix(up_a_ERD, dtype))
             grads[7] = _weight_gradient(rows, d_pre_NH, low_NR, up_b_EHR)
         if want_x:

@@ -53,7 +53,7 @@ class TopInputs:
 
     def add(self, memory: Memory, first: int) -> None:
         """Add a batch whose tokens are numbered from `first` on."""
-        places_N = memory.token_ids_N.cpu() + first
+        places_N = memory.token_indices_N.cpu() + first
         self.seen.append(places_N.to(torch.int32))
         self.values_FD = memory.values_FD
         activations_FN = memory.activations_NF.t().float()

@@ -83,7 +83,7 @@ class RoutingByLayer(Checkpointed):
                 self._is_pairs_only[layer] = routing.is_pairs_only
                 zeros = {s.name: s.zeros(routing.num_experts) for s in statistics}
                 initial = zeros | self._loaded.pop(layer, {})
-                device = routing.token_ids_N.device
+                device = routing.token_indices_N.device
                 self.sums[layer] = {name: value.to(device) for name, value in initial.items()}
             if counted:
                 sums = self.sums[layer]
