@@ -88,6 +88,11 @@ class ExpertWeights:
         return tuple(getattr(self, name) for name in PARAMETERS)
 
     @property
+    def without_adapters(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The matrices, then the biases."""
+        return self.up_EHD, self.down_EDF, self.up_bias_EH, self.down_bias_ED
+
+    @property
     def first(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Matrix, bias and factors of the first product."""
         return self.up_EHD, self.up_bias_EH, self.up_a_ERD, self.up_b_EHR

@@ -136,7 +136,9 @@ def merge_experts(
         for name, value in made_rows.items():
             value[index] = _weighted_mean(rows[name][list(group)], share_G)
         aligned = [_aligned(source, expert, group[0]) for expert in group]
-        for parameter, values in zip(target.parameters, zip(*aligned, strict=True), strict=True):
+        for parameter, values in zip(
+            target.without_adapters, zip(*aligned, strict=True), strict=True
+        ):
             if parameter is not None:
                 parameter[index] = _weighted_mean(torch.stack(values), share_G)
     return made

@@ -105,7 +105,9 @@ def observe_use(
 
 def run_expert(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
     """Return the output of one expert, (T, D), before the router's weight."""
-    up, down, up_bias, down_bias = (None if w is None else w[expert] for w in weights.parameters)
+    up, down, up_bias, down_bias = (
+        None if w is None else w[expert] for w in weights.without_adapters
+    )
     assert up is not None
     assert down is not None
     return F.linear(weights.activate(F.linear(x_TD, up, up_bias)), down, down_bias)

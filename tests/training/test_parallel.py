@@ -366,7 +366,7 @@ def test_ranks_take_the_memory_that_is_planned(
     assert max(taken) < 1.25 * planned
 
 
-SCRIPT = Path(__file__).parents[1] / "configs/launch/slurm.sh"
+SCRIPT = Path(__file__).parents[2] / "configs/launch/slurm.sh"
 STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >> calls
 exit ${CODE:-0}

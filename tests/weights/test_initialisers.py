@@ -364,7 +364,7 @@ def permuted_copies(block: MoEFFN, groups: list[list[int]], *, rows: bool) -> No
             for expert in group[1:]:
                 order = torch.randperm(weights.d_ff, generator=seeded(expert))
                 both = torch.cat([order, order + weights.d_ff])
-                for value in weights.parameters:
+                for value in weights.without_adapters:
                     assert value is not None
                     value[expert] = value[group[0]]
                 weights.up_EHD[expert] = weights.up_EHD[group[0]][both]
