@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moe_ffn.cli.demo import MODEL
-from moe_ffn.data.tokenizer import BytesConfig
 from tests.helpers import theirs
 from tests.helpers.tiny_runs import Finished, run_here
 
@@ -28,16 +28,15 @@ def audit(monkeypatch: pytest.MonkeyPatch) -> Audit:
     return lambda *argv: run_here(*map(str, argv), program="moe_ffn.cli.audit")
 
 
+def save(folder: Path, **options: Any) -> Path:
+    few: dict[str, Any] = {"max_position_embeddings": 64, "num_experts_per_tok": 2}
+    return theirs.save_with_bytes("qwen3_moe-renormalised", folder, **few, **options)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sparse model of transformers with random weights."""
-    folder = tmp_path_factory.mktemp("models") / "sparse"
-    family, options = theirs.MODELS["qwen3_moe-renormalised"]
-    few = {"vocab_size": 257, "max_position_embeddings": 64, "num_experts_per_tok": 2}
-    theirs.make(family, options | few).save_pretrained(folder)
-    tokenizer = BytesConfig().build(()).to_hugging_face()
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
+    return save(tmp_path_factory.mktemp("models"))
 
 
 def test_a_trained_model_is_checked_and_written_as_page_and_json(
@@ -111,12 +110,9 @@ def test_an_adapter_is_checked_on_its_base(audit: Audit, folder: Path, tmp_path:
 
 
 def wider(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
-    family, options = theirs.MODELS["qwen3_moe-renormalised"]
-    sizes = {"vocab_size": 257, "max_position_embeddings": 64, "hidden_size": 64}
-    theirs.make(family, options | sizes).save_pretrained(tmp_path / "wider")
-    shutil.copy(folder / "tokenizer.json", tmp_path / "wider")
+    other = save(tmp_path / "wider", hidden_size=64)
     adapter_for(folder, tmp_path / "adapter")
-    return tmp_path / "adapter", Path("--base"), tmp_path / "wider"
+    return tmp_path / "adapter", Path("--base"), other
 
 
 def dense(folder: Path, tmp_path: Path) -> tuple[Path, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import sys
@@ -21,6 +20,7 @@ from tests.helpers import theirs
 from tests.helpers.tiny_runs import Finished, run_here
 
 Trace = Callable[..., Finished]
+FEW: dict[str, Any] = {"max_position_embeddings": 16, "num_experts_per_tok": 2}
 
 
 @pytest.fixture
@@ -32,13 +32,9 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers 0 and 2 with six experts, layer 1 with none."""
-    folder = tmp_path_factory.mktemp("models") / "sparse"
-    family, options = theirs.MODELS["qwen3_moe-renormalised"]
-    few = {"vocab_size": 257, "max_position_embeddings": 16, "num_experts_per_tok": 2}
-    theirs.make(family, options | few).save_pretrained(folder)
-    tokenizer = BytesConfig().build(()).to_hugging_face()
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
+    return theirs.save_with_bytes(
+        "qwen3_moe-renormalised", tmp_path_factory.mktemp("models"), **FEW
+    )
 
 
 def test_a_folder_of_transformers_is_traced_as_a_run_is(

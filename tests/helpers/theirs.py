@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moe_ffn.data.tokenizer import BytesConfig
 
 # All different where the architecture lets them be, so that no swapped tensor fits by chance.
 SIZES: dict[str, Any] = {
@@ -83,6 +86,20 @@ def logits(model: Any) -> Tensor:
     """(B, S, V) of a model of theirs or of ours."""
     with torch.no_grad():
         return model(IDS_BS).logits
+
+
+def save_with_bytes(
+    name: str, folder: Path, edit: Callable[[Any], Any] = lambda model: None, **options: Any
+) -> Path:
+    """Save a model of the table, edited, with a tokenizer of bytes; return the folder."""
+    family, given = MODELS[name]
+    model = make(family, given | {"vocab_size": 257} | options)
+    with torch.no_grad():
+        edit(model)
+    model.save_pretrained(folder)
+    definition = BytesConfig().build(()).to_hugging_face()
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    return folder
 
 
 def change(folder: Path, **options: Any) -> None:

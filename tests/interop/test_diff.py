@@ -28,19 +28,13 @@ from tests.helpers.tiny_runs import Finished, run_here
 
 TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(12))
 IDS_BS = torch.tensor(list(TEXT.encode()))[: len(TEXT.encode()) // 32 * 32].view(-1, 32)
-FEW = {"vocab_size": 257, "max_position_embeddings": 32, "num_hidden_layers": 2}
+FEW = {"max_position_embeddings": 32, "num_hidden_layers": 2}
 
 
 def save_theirs(
     name: str, folder: Path, change: Callable[[Any], Any] = lambda model: None, **options: Any
 ) -> Path:
-    family, usual = theirs.MODELS[name]
-    model = theirs.make(family, usual | FEW | options)
-    with torch.no_grad():
-        change(model)
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(json.dumps(BytesConfig().build(()).to_hugging_face()))
-    return folder
+    return theirs.save_with_bytes(name, folder, change, **{**FEW, **options})
 
 
 def save_ours(folder: Path, seed: int = 0, ffn: Any = None, **options: Any) -> Path:
