@@ -29,11 +29,12 @@ def brief(value: object) -> str:
     """Return `float32[2, 16, 64] on cpu` for a tensor, `repr` for anything else."""
     if not isinstance(value, Tensor):
         return repr(value)
-    return f"{_dtype_name(value)}{list(value.shape)} on {value.device}"
+    return f"{dtype_name(value.dtype)}{list(value.shape)} on {value.device}"
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -171,7 +172,7 @@ class Routing:
                 parts.append(f"num_real_pairs={num_real}")
             share = int((self.dropped_N & self.active_N).sum()) / max(num_real, 1)
             parts.append(f"dropped={share:.1%}")
-        parts.append(f"{_dtype_name(self.weights_N)} on {self.weights_N.device}")
+        parts.append(f"{dtype_name(self.weights_N.dtype)} on {self.weights_N.device}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str | None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.files import reason
-from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, Verdict, places
+from moe_ffn.interop.audit.findings import LOADING, Finding, Verdict, places
 from moe_ffn.interop.transformers_folder import (
     ADAPTER_CONFIG,
     base_of_adapter,
@@ -25,7 +24,7 @@ from moe_ffn.interop.transformers_folder import (
     load_hf_tokenizer,
     load_with_info,
 )
-from moe_ffn.report.inspect.text import text_of_run
+from moe_ffn.report.inspect.text import read_text, text_of_run
 from moe_ffn.runs.folder import check_has_weights
 from moe_ffn.runs.reader import load_run
 from moe_ffn.training.objective import ObjectiveConfig
@@ -105,9 +104,7 @@ def _loading(info: dict[str, Any]) -> list[Finding]:
         ("unexpected_keys", "warn", "are in the files, but the model does not use them"),
     )
     findings = [
-        Finding(
-            "loading",
-            WHOLE_MODEL,
+        LOADING.finding(
             verdict,
             f"{len(info[key])} tensors {what}: {places(sorted(map(str, info[key])))}",
             "convert or download the folder again",
@@ -115,11 +112,7 @@ def _loading(info: dict[str, Any]) -> list[Finding]:
         for key, verdict, what in wrong
         if info.get(key)
     ]
-    return findings or [
-        Finding(
-            "loading", WHOLE_MODEL, "pass", "the files have every tensor of the model, and no other"
-        )
-    ]
+    return findings or [LOADING.passes("the files have every tensor of the model, and no other")]
 
 
 # -- adapters
@@ -138,10 +131,7 @@ def _adapter(
     target = load_target(base, text, num_tokens, trust_code=trust_code)
     adapted = load_adapter(folder, target.model, base, is_trainable=True)
     findings = [
-        Finding(
-            "loading",
-            WHOLE_MODEL,
-            "fail",
+        LOADING.fails(
             f"{len(names)} tensors of the adapter {what}: {places(names)}",
             "load it with the versions of peft and transformers that saved it, or train it again",
         )
@@ -150,7 +140,7 @@ def _adapter(
             (adapted.missing, "are not in its file, and were initialised at random"),
         )
         if names
-    ] or [Finding("loading", WHOLE_MODEL, "pass", "every tensor of the adapter has its place")]
+    ] or [LOADING.passes("every tensor of the adapter has its place")]
     return Target(adapted.model, target.ids_BS, target.text, (*target.findings, *findings))
 
 
@@ -168,15 +158,10 @@ def _max_length(model: Any) -> int:
 def _batch(encode: Any, text: Path | None, num_tokens: int, max_length: int) -> tuple[Tensor, str]:
     """Return the first `num_tokens` tokens of a text as sequences of equal length, and its name."""
     if text is None:
-        content, name = (
-            inspect.getsource(statistics).encode(),
-            "source of Python's statistics module",
-        )
+        content = inspect.getsource(statistics).encode()
+        name = "source of Python's statistics module"
     else:
-        try:
-            content, name = text.read_bytes(), text.name
-        except OSError as error:
-            raise ConfigError(f"--text: '{text}' cannot be read ({reason(error)})") from error
+        content, name = read_text(text), text.name
     ids = torch.tensor(encode(content)[:num_tokens], dtype=torch.int64)
     length = min(MAX_LENGTH, max_length, len(ids) // 2)  # two sequences or more
     if length < 2:

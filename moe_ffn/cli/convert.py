@@ -17,6 +17,7 @@ from moe_ffn.config import trust
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.model.decoder import Decoder
+from moe_ffn.outputs import dtype_name
 from moe_ffn.runs.folder import is_run
 from moe_ffn.weights.from_transformers import architecture_of, load_transformers
 from moe_ffn.weights.init_from import export_report, read_source
@@ -105,7 +106,7 @@ def _print_source(
 ) -> None:
     config = decoder.config
     count = sum(parameter.numel() for parameter in decoder.parameters())
-    dtype = str(decoder.embedding.weight.dtype).removeprefix("torch.")
+    dtype = dtype_name(decoder.embedding.weight.dtype)
     blocks = ", ".join(dict.fromkeys(ffn.describe() for ffn in config.layer_ffns()))
     print(f"read: '{source}', {model_type}, {count:,} parameters in {dtype}")
     print(f"  {config.num_layers} layers of width {config.d_model}: {blocks}")

@@ -22,10 +22,10 @@ from moe_ffn.cli.evaluate import device_of
 from moe_ffn.cli.parser import Parser, check_output, whole, write_output
 from moe_ffn.cli.results import plain_values
 from moe_ffn.config import trust
-from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.files import reason
+from moe_ffn.config.errors import command
 from moe_ffn.interop.diff import DTYPES, Difference, diff, short
 from moe_ffn.model.decoder import short_name
+from moe_ffn.report.inspect.text import read_text
 
 BYTES_PER_TOKEN = 64
 """Bytes of text that are read for each token, so that a large file is not encoded as a whole."""
@@ -63,11 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _read(path: Path, limit: int | None) -> bytes:
     """Read a text, or as many whole lines of it as fit into `limit` bytes."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(-1 if limit is None else limit)
-    except OSError as error:
-        raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
+    text = read_text(path, limit)
     return text[: text.rfind(b"\n") + 1] or text if len(text) == limit else text
 
 

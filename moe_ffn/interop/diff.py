@@ -43,7 +43,7 @@ from moe_ffn.interop.transformers_folder import (
 )
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.model.decoder import Decoder, is_inner, layer_number, short_name
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import Routing, dtype_name
 from moe_ffn.runs.folder import is_run
 from moe_ffn.runs.reader import load_run
 from moe_ffn.weights.from_transformers import load_transformers
@@ -487,7 +487,7 @@ def _compare_tensors(a: _Side, b: _Side) -> dict[str, Any]:
         if one.dtype != two.dtype:
             coarse = max((one.dtype, two.dtype), key=lambda dtype: torch.finfo(dtype).eps)
             one, two = one.to(coarse), two.to(coarse)
-            rounding = str(coarse).removeprefix("torch.")
+            rounding = dtype_name(coarse)
         if not torch.equal(one, two):
             found.append(_tensor_difference(name, one, two))
     found.sort(key=lambda tensor: -tensor.relative)

@@ -91,12 +91,19 @@ def kernels_in_use(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def run(
+    experts: Any,
+    hidden_TD: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    backend: str = "auto",
+) -> Tensor:
     """Return the output, (T, D), of an experts module of transformers.
 
     Args:
         experts: a module whose class is decorated by `use_experts_implementation`.
         expert_ids_TK: experts of each token; ids >= E, from expert parallelism, are not computed.
+        backend: one of ours, or `auto`.
 
     Raises:
         NotImplementedError: our kernels do not compute this class of experts; the message has the reason.
@@ -110,7 +117,7 @@ def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tens
         weights_TK.reshape(-1),
         num_experts,
     )
-    return run_experts(hidden_TD, plan, weights_of(experts), "auto")
+    return run_experts(hidden_TD, plan, weights_of(experts), backend)
 
 
 def weights_of(experts: Any) -> ExpertWeights:

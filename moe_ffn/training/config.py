@@ -123,6 +123,10 @@ ROWS_BEFORE_SPIKES = 5
 """Rows needed before a loss can count as a spike."""
 
 
+MIN_COLLAPSE = 0.5
+"""Least MaxVio of a collapse. If k is close to num_experts, even the largest possible MaxVio is small."""
+
+
 class AlarmsConfig(Config, frozen=True):
     """Limits for alarms. An alarm prints a line, sends a wandb alert and is added to alarms.jsonl."""
 
@@ -136,6 +140,14 @@ class AlarmsConfig(Config, frozen=True):
     """Largest fraction of dropped (token, expert) pairs that raises no alarm."""
     loss_spike: float = Field(default=1.3, gt=1)
     """Largest ratio of a row's loss to the median of the ten rows before it that is no spike."""
+
+    def max_violation(self, num_experts: int, experts_per_token: float) -> float:
+        """Return the MaxVio above which a router has collapsed.
+
+        In the worst case every token chooses the same expert, which then has 1 / k of the pairs.
+        """
+        highest = num_experts / max(experts_per_token, 1e-9) - 1
+        return max(self.max_violation_share * highest, MIN_COLLAPSE)
 
     def not_judged(self, num_steps: int, num_rows: int, *, is_routed: bool) -> list[str]:
         """Return one sentence for each kind of alarm that a run this short cannot raise.

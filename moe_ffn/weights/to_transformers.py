@@ -28,6 +28,7 @@ from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.ffn.wrappers import JitteredConfig
 from moe_ffn.files import kind_of, replacing_folder, write_file
 from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.outputs import dtype_name
 from moe_ffn.weights.families import FAMILIES, Family
 from moe_ffn.weights.from_transformers import config_of, layout_of
 from moe_ffn.weights.layouts import WeightSlice
@@ -83,7 +84,7 @@ def export_transformers(
         **export.options,
         "model_type": export.family.model_type,
         "architectures": [export.family.architecture],
-        "dtype": str(decoder.embedding.weight.dtype).removeprefix("torch."),
+        "dtype": dtype_name(decoder.embedding.weight.dtype),
         "bos_token_id": None,
         "eos_token_id": None if tokenizer is None else tokenizer.end_of_document,
         "pad_token_id": None,

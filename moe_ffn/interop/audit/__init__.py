@@ -18,7 +18,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.audit.balancing import check_balancing, check_objective
 from moe_ffn.interop.audit.behaviour import check_behaviour
-from moe_ffn.interop.audit.findings import WHOLE_MODEL, AuditReport, Finding
+from moe_ffn.interop.audit.findings import NUMBERS, AuditReport, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.learning import check_gradients, check_optimizer, check_requires_grad
 from moe_ffn.interop.audit.numerics import check_kernels, check_precision, record
@@ -31,6 +31,7 @@ from moe_ffn.interop.audit.structure import (
     check_zeros,
     option_of,
 )
+from moe_ffn.outputs import dtype_name
 from moe_ffn.training.objective import ObjectiveConfig
 
 __all__ = ["AuditReport", "Finding", "audit"]
@@ -65,14 +66,7 @@ def audit(
     trains = optimizer is not None
     findings = [*_static_checks(probe, optimizer)]
     if not probe.has_data:
-        findings.append(
-            Finding(
-                "numbers",
-                WHOLE_MODEL,
-                "skip",
-                "the model is on the meta device, which has no numbers",
-            )
-        )
+        findings.append(NUMBERS.skips("the model is on the meta device, which has no numbers"))
     else:
         findings += _numeric_checks(probe, trains, accumulation, objective)
     return AuditReport(
@@ -96,9 +90,7 @@ def _numeric_checks(
 ) -> Iterator[Finding]:
     for layer in probe.layers:
         if layer not in probe.reached:
-            yield Finding(
-                "numbers", layer.name, "skip", "no token of this batch reaches this layer"
-            )
+            yield NUMBERS.at(layer.name).skips("no token of this batch reaches this layer")
     yield from check_zeros(probe)
     yield from check_gradients(probe)
     if objective is None:
@@ -139,7 +131,7 @@ def facts(probe: Probe) -> dict[str, str]:
         "listed": "experts in a list",
     }
     counts = sorted({layer.num_experts for layer in layers})
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in probe.model.parameters()})
+    dtypes = sorted({dtype_name(p.dtype) for p in probe.model.parameters()})
     return {
         "sparse layers": f"{len(layers)} ({', '.join(sorted({kinds[layer.kind] for layer in layers}))})",
         "experts": f"{', '.join(map(str, counts))}, {ks or '?'} per token",

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES, pooled_load_balancing_loss
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding
-from moe_ffn.interop.audit.probe import IGNORED, Outputs, Probe, mode
+from moe_ffn.interop.audit.findings import BALANCING, Finding
+from moe_ffn.interop.audit.probe import Outputs, Probe, mode
 from moe_ffn.outputs import Routing
 from moe_ffn.routing.base import Router, RouterConfig
 from moe_ffn.routing.relu import ReLURouterConfig
-from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig
 
 COEFFICIENTS = (
     "router_aux_loss_coef",
@@ -52,9 +52,7 @@ def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterato
     )
     if not (probe.config.output_router_logits and coefficient):
         why = "output_router_logits is false" if coefficient else "the weight of the loss is 0"
-        yield Finding(
-            "balancing",
-            WHOLE_MODEL,
+        yield BALANCING.finding(
             "fail" if trains else "pass",
             f"the model's loss has no balancing loss: {why}",
             "set config.output_router_logits to True and config.router_aux_loss_coef above 0 before you train"
@@ -84,34 +82,25 @@ def _without_a_loss(probe: Probe, trains: bool) -> Iterator[Finding]:
         advice = (
             "add a balancing loss to your training loop: moe_ffn.interop.watch gives the routings"
         )
-    yield Finding(
-        "balancing",
-        WHOLE_MODEL,
-        "warn" if trains else "pass",
-        sentence,
-        advice if trains else "",
-    )
+    yield BALANCING.finding("warn" if trains else "pass", sentence, advice if trains else "")
 
 
 def _of_transformers(probe: Probe, coefficient: float, accumulation: int) -> Iterator[Finding]:
     labels = probe.batch.get("labels")
     if labels is None:
-        labels = probe.ids_BS.masked_fill(~probe.mask_BS, IGNORED)
+        labels = probe.ids_BS.masked_fill(~probe.mask_BS, IGNORED_TARGET)
     passed = probe.run(labels=labels, output_router_logits=True)
     value = getattr(passed.output, "aux_loss", None)
     routings = _as_counted_there(passed)
-    if not isinstance(value, Tensor) or not routings:
-        yield Finding(
-            "balancing",
-            WHOLE_MODEL,
-            "skip" if isinstance(value, Tensor) else "fail",
-            "the routing cannot be recorded, so the loss cannot be compared"
-            if isinstance(value, Tensor)
-            else "output_router_logits is true, but the model returns no aux_loss",
-            ""
-            if isinstance(value, Tensor)
-            else "the class computes none: add a loss to your training loop",
+    if not isinstance(value, Tensor):
+        yield BALANCING.fails(
+            "output_router_logits is true, but the model returns no aux_loss",
+            "the class computes none: add a loss to your training loop",
         )
+        return
+    if not routings:
+        why = "the routing cannot be recorded, so the loss cannot be compared"
+        yield BALANCING.skips(why)
         return
     yield from _value(value.item(), routings, _tolerance(probe))
     yield from _gradient(probe, labels)
@@ -154,7 +143,7 @@ def _value(value: float, routings: list[Routing], tolerance: float) -> Iterator[
     ours, expected = pooled_load_balancing_loss(routings).item(), _expected(routings)
     sentence = f"aux_loss is {value:.4f}; k times ours on the same routing is {expected:.4f}"
     if _is_close(value, expected, tolerance):
-        yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
+        yield BALANCING.passes(sentence)
         return
     ratio = value / expected if expected else float("inf")
     known = (
@@ -162,7 +151,7 @@ def _value(value: float, routings: list[Routing], tolerance: float) -> Iterator[
         if _is_close(value, ours, tolerance)
         else f"{ratio:.3g} times as large"
     )
-    yield Finding("balancing", WHOLE_MODEL, "fail", f"{sentence}: {known}", _ADVICE)
+    yield BALANCING.fails(f"{sentence}: {known}", _ADVICE)
 
 
 def _gradient(probe: Probe, labels: Tensor) -> Iterator[Finding]:
@@ -176,10 +165,7 @@ def _gradient(probe: Probe, labels: Tensor) -> Iterator[Finding]:
         grads = torch.autograd.grad(value, routers, allow_unused=True)
         if any(grad is not None for grad in grads):
             return
-    yield Finding(
-        "balancing",
-        WHOLE_MODEL,
-        "fail",
+    yield BALANCING.fails(
         "aux_loss gives the routers no gradient, so it has no effect",
         "look for detach or no_grad between the routers' logits and the loss",
     )
@@ -198,17 +184,17 @@ def _padding(probe: Probe, labels: Tensor) -> Iterator[Finding]:
     ]
     if others:
         why = f"the batch cannot be padded, because it has {', '.join(others)}"
-        yield Finding("balancing", WHOLE_MODEL, "skip", why)
+        yield BALANCING.skips(why)
         return
     limit = getattr(probe.config, "max_position_embeddings", None) or 1 << 30
     if ids_BS.shape[1] + length > limit:
-        yield Finding("balancing", WHOLE_MODEL, "skip", "the batch leaves no room for padding")
+        yield BALANCING.skips("the batch leaves no room for padding")
         return
     mask = F.pad(mask_BS.long(), (0, length), value=0)
     passed = probe.run(
         input_ids=F.pad(ids_BS, (0, length), value=int(ids_BS[0, 0])),
         attention_mask=mask,
-        labels=F.pad(labels, (0, length), value=IGNORED),
+        labels=F.pad(labels, (0, length), value=IGNORED_TARGET),
         output_router_logits=True,
     )
     padded, tolerance = passed.output.aux_loss.item(), _tolerance(probe)
@@ -219,19 +205,15 @@ def _padding(probe: Probe, labels: Tensor) -> Iterator[Finding]:
         f"{expected:.4f}"
     )
     if _is_close(padded, expected, tolerance):
-        yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
+        yield BALANCING.passes(sentence)
     else:
         counts = (
             "padding counts"
             if _is_close(padded, _expected([_unmasked(r) for r in routings]), tolerance)
             else "it differs"
         )
-        yield Finding(
-            "balancing",
-            WHOLE_MODEL,
-            "fail",
-            f"{sentence}: {counts}",
-            "pass the attention mask to the loss, or train without padding",
+        yield BALANCING.fails(
+            f"{sentence}: {counts}", "pass the attention mask to the loss, or train without padding"
         )
 
 
@@ -247,12 +229,9 @@ def _weight(probe: Probe, passed: Outputs, coefficient: float) -> Iterator[Findi
     weighted = f"{coefficient:g} times aux_loss is {expected:.2e}"
     sentence = f"the loss exceeds the cross-entropy by {beside:.2e}; {weighted}"
     if abs(beside - expected) <= _tolerance(probe) * abs(expected) + 1e-5 * abs(cross_entropy):
-        yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
+        yield BALANCING.passes(sentence)
         return
-    yield Finding(
-        "balancing",
-        WHOLE_MODEL,
-        "fail",
+    yield BALANCING.fails(
         sentence,
         "the loss that trains the model is not the cross-entropy plus the weighted aux_loss; add it yourself",
     )
@@ -268,7 +247,7 @@ def _accumulation(
     """
     if accumulation == 1:
         return
-    num_predicted = int((labels[:, 1:] != IGNORED).sum())
+    num_predicted = int((labels[:, 1:] != IGNORED_TARGET).sum())
 
     def loss_of(num_items: int) -> float:
         passed = probe.run(labels=labels, output_router_logits=True, num_items_in_batch=num_items)
@@ -278,13 +257,10 @@ def _accumulation(
     excess, weighted = part - whole / accumulation, coefficient * value
     if abs(excess) <= _tolerance(probe) * weighted + 1e-6 * abs(whole):
         sentence = f"in a step of {accumulation} batches each adds 1 / {accumulation} of the balancing loss"
-        yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
+        yield BALANCING.passes(sentence)
         return
     factor = accumulation * (excess / weighted + 1 / accumulation)
-    yield Finding(
-        "balancing",
-        WHOLE_MODEL,
-        "fail",
+    yield BALANCING.fails(
         f"in a step of {accumulation} batches the balancing loss counts {factor:.3g} times, because "
         "num_items_in_batch divides the cross-entropy alone",
         f"divide config.router_aux_loss_coef by {accumulation}",
@@ -310,12 +286,9 @@ def check_objective(probe: Probe, objective: ObjectiveConfig) -> Iterator[Findin
         sentence = (
             f"balanced by {' and '.join(parts) or 'the routers: by construction or by a rule'}"
         )
-        yield Finding("balancing", WHOLE_MODEL, "pass", sentence)
+        yield BALANCING.passes(sentence)
         return
-    yield Finding(
-        "balancing",
-        WHOLE_MODEL,
-        "fail",
+    yield BALANCING.fails(
         "objective has neither a balancing loss nor a bias rule for these routers",
         "set objective.load_balance to 0.01, or the router's type to sigmoid_top_k",
     )

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import pairs_per_expert
-from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding
+from moe_ffn.interop.audit.findings import (
+    CAUSALITY,
+    DETERMINISM,
+    HEALTH,
+    STRUCTURE,
+    Finding,
+)
 from moe_ffn.interop.audit.probe import Outputs, Probe, mode
 from moe_ffn.interop.audit.structure import K_OPTIONS, option_of
 from moe_ffn.metrics.functional import load_entropy, logit_max, max_violation, nonfinite_tokens
@@ -37,12 +43,8 @@ def check_behaviour(probe: Probe) -> Iterator[Finding]:
     with mode(probe.model, training=False), torch.no_grad():
         passed = probe.run(labels=None)
         if not passed.logits_BSV.isfinite().all():
-            yield Finding(
-                "health",
-                WHOLE_MODEL,
-                "fail",
-                "the logits contain NaN or infinity",
-                "find the first layer that produces them",
+            yield HEALTH.fails(
+                "the logits contain NaN or infinity", "find the first layer that produces them"
             )
             return
         yield from _declared_routing(probe, passed)
@@ -61,10 +63,7 @@ def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
             continue
         actual = len(routing.expert_ids_N) / max(routing.num_tokens, 1)
         if k not in (None, actual):
-            yield Finding(
-                "structure",
-                layer.name,
-                "fail",
+            yield STRUCTURE.at(layer.name).fails(
                 f"the config declares {k} experts per token, but a token gets {actual:g}",
                 "set the same number in the config and in the router",
             )
@@ -73,10 +72,7 @@ def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
         sums_T = routing.weights_N.reshape(routing.num_tokens, -1).sum(dim=-1)
         is_constant = bool((sums_T - sums_T[0]).abs().max() <= 1e-2 * sums_T.abs().max())
         if is_constant != bool(normalizes) and routing.num_experts > actual:
-            yield Finding(
-                "structure",
-                layer.name,
-                "fail",
+            yield STRUCTURE.at(layer.name).fails(
                 f"the config has norm_topk_prob {bool(normalizes)}, but the weights of a token sum to "
                 f"{sums_T.min():.3f} to {sums_T.max():.3f}",
                 "set the same value in the config and in the router",
@@ -95,7 +91,7 @@ def _change(probe: Probe, one: Tensor, other: Tensor) -> tuple[float, float]:
 def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     """Alter the second half of each sequence; logits of the first half must not change."""
     if _sees_later_tokens(probe):
-        yield Finding("causality", WHOLE_MODEL, "skip", "the model is not causal")
+        yield CAUSALITY.skips("the model is not causal")
         return
     ids_BS = probe.ids_BS
     half = ids_BS.shape[1] // 2
@@ -109,14 +105,11 @@ def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     )
     sentence = f"logits change by {brief(change)} of the largest when later tokens are altered"
     if change <= limit:
-        yield Finding("causality", WHOLE_MODEL, "pass", sentence)
+        yield CAUSALITY.passes(sentence)
         return
     layer = _first_flip(passed, again, ids_BS.shape, half)
     where = f"; experts of earlier tokens change first in {layer}" if layer else ""
-    yield Finding(
-        "causality",
-        WHOLE_MODEL,
-        "fail",
+    yield CAUSALITY.fails(
         f"{sentence} (limit {limit:.0e}){where}",
         "look for expert choice, a capacity that ranks tokens across a sequence, or an attention mask",
     )
@@ -155,22 +148,14 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     again = probe.run(labels=None)
     change, limit = _change(probe, passed.logits_BSV, again.logits_BSV)
     if change > limit:
-        yield Finding(
-            "determinism",
-            WHOLE_MODEL,
-            "fail",
+        yield DETERMINISM.fails(
             f"the same batch gives logits that differ by {change:.1e} of the largest (limit {limit:.0e})",
             "look for dropout, noise or jitter in evaluation",
         )
         return
     num_sequences = min(len(probe.ids_BS), MAX_SEQUENCES)
     if num_sequences < 2:
-        yield Finding(
-            "determinism",
-            WHOLE_MODEL,
-            "skip",
-            "one sequence cannot be compared with a batch; give two or more",
-        )
+        yield DETERMINISM.skips("one sequence cannot be compared with a batch; give two or more")
         return
     worst = 0.0
     for row in range(num_sequences):
@@ -185,12 +170,9 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
         worst = max(worst, change)
     sentence = f"a sequence alone and in the batch: logits differ by {brief(worst)} of the largest"
     if worst <= limit:
-        yield Finding("determinism", WHOLE_MODEL, "pass", sentence)
+        yield DETERMINISM.passes(sentence)
         return
-    yield Finding(
-        "determinism",
-        WHOLE_MODEL,
-        "fail",
+    yield DETERMINISM.fails(
         f"{sentence} (limit {limit:.0e})",
         "look for a capacity or a router that compares tokens of several sequences; remove it in evaluation",
     )
@@ -204,17 +186,14 @@ def _health(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     guess = math.log(passed.logits_BSV.shape[-1])
     sentence = f"cross-entropy {loss:.3f} nats per token; a uniform guess has {guess:.3f}"
     if loss > WORSE_THAN_GUESSING * guess:
-        yield Finding(
-            "health",
-            WHOLE_MODEL,
-            "warn",
+        yield HEALTH.warns(
             sentence,
             "check that the text fits the tokenizer, and compare the weights with their source: moe-ffn diff",
         )
     else:
-        yield Finding("health", WHOLE_MODEL, "pass", sentence)
+        yield HEALTH.passes(sentence)
     if probe.unwatched:
-        yield Finding("health", WHOLE_MODEL, "skip", probe.unwatched)
+        yield HEALTH.skips(probe.unwatched)
     for name, routing in passed.routings.items():
         yield from _health_of(name, routing)
 
@@ -224,7 +203,7 @@ def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
     problems: list[Finding] = []
 
     def problem(verdict: str, sentence: str, advice: str) -> None:
-        problems.append(Finding("health", name, verdict, sentence, advice))  # pyright: ignore[reportArgumentType]
+        problems.append(HEALTH.at(name).finding(verdict, sentence, advice))  # pyright: ignore[reportArgumentType]
 
     if broken := int(nonfinite_tokens(routing)):
         problem(
@@ -238,7 +217,7 @@ def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
         return
     violation = max_violation(counts_E).item()
     k = total / max(int(routing.num_real_tokens), 1)
-    limit = max(limits.max_violation_share * (num_experts / max(k, 1e-9) - 1), 0.5)
+    limit = limits.max_violation(num_experts, k)
     is_enough = total >= MIN_PAIRS_PER_EXPERT * num_experts
     idle = int((counts_E == 0).sum())
     busiest = int(counts_E.argmax())
@@ -272,4 +251,4 @@ def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
         sentence = f"MaxVio {violation:.2f}, entropy of the load {entropy:.3f}, {idle} idle experts"
         if not is_enough:
             sentence += f" (too few tokens to judge: {total / num_experts:.0f} pairs per expert)"
-        yield Finding("health", name, "pass", sentence)
+        yield HEALTH.at(name).passes(sentence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ from moe_ffn import html_repr
 
 Verdict = Literal["pass", "warn", "fail", "skip"]
 
-ORDER: tuple[Verdict, ...] = ("fail", "warn", "pass", "skip")
+VERDICTS: tuple[Verdict, ...] = ("fail", "warn", "pass", "skip")
 """Verdicts in the order of a report; `skip` means that the check could not be made."""
 
 WHOLE_MODEL = "model"
@@ -36,6 +36,48 @@ class Finding:
     """A remedy; empty if nothing is wrong."""
 
 
+@dataclass(frozen=True)
+class Check:
+    """A kind of check at one place, by default the whole model; its methods make findings."""
+
+    name: str
+    place: str = WHOLE_MODEL
+
+    def at(self, place: str) -> Check:
+        """Return the same check in a layer."""
+        return Check(self.name, place)
+
+    def finding(self, verdict: Verdict, sentence: str, advice: str = "") -> Finding:
+        return Finding(self.name, self.place, verdict, sentence, advice)
+
+    def passes(self, sentence: str) -> Finding:
+        return self.finding("pass", sentence)
+
+    def skips(self, sentence: str) -> Finding:
+        return self.finding("skip", sentence)
+
+    def warns(self, sentence: str, advice: str) -> Finding:
+        return self.finding("warn", sentence, advice)
+
+    def fails(self, sentence: str, advice: str) -> Finding:
+        return self.finding("fail", sentence, advice)
+
+
+LOADING = Check("loading")
+STRUCTURE = Check("structure")
+LEFT_OUT = Check("left out")
+LEARNING = Check("learning")
+BALANCING = Check("balancing")
+PRECISION = Check("precision")
+KERNELS = Check("kernels")
+CAUSALITY = Check("causality")
+DETERMINISM = Check("determinism")
+HEALTH = Check("health")
+ORDER = Check("order")
+NUMBERS = Check("numbers")
+"""What could not be computed: anything on the meta device, or in a layer that the batch does not reach."""
+
+
 class Failure(NamedTuple):
     """A finding that fails, in short."""
 
@@ -46,11 +88,7 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All findings of an audit.
-
-    report = moe_ffn.audit(model, batch)
-    assert report.ok, report
-    """
+    """All findings of an audit, which `print(report)` shows."""
 
     model: str
     """Name of the model's class."""
@@ -106,7 +144,7 @@ class AuditReport:
                 same = ""
             groups.setdefault((finding.check, finding.verdict, same), []).append(finding)
         rows = [self._merged(findings) for findings in groups.values()]
-        return sorted(rows, key=lambda row: ORDER.index(row.verdict))
+        return sorted(rows, key=lambda row: VERDICTS.index(row.verdict))
 
     def _merged(self, findings: list[Finding]) -> Finding:
         """Return one finding for equal ones in several layers, with the numbers of the first."""
@@ -152,9 +190,9 @@ class AuditReport:
         return html_repr.card(title, dict(self.facts), *notes, rest)
 
 
-def places(names: Sequence[str]) -> str:
-    """Return `layer_00, layer_01, layer_02 and 21 more`."""
-    names = list(dict.fromkeys(names))
+def places(found: Iterable[object]) -> str:
+    """Return `layer_00, layer_01, layer_02 and 21 more`, for names or numbers of experts."""
+    names = list(dict.fromkeys(map(str, found)))
     rest = len(names) - MAX_PLACES
     return ", ".join(names[:MAX_PLACES]) + (f" and {rest} more" if rest > 0 else "")
 

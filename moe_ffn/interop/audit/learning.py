@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, places
+from moe_ffn.interop.audit.findings import LEARNING, Finding, places
 from moe_ffn.interop.audit.layers import ExpertTensor, SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.outputs import FFNOutput, Routing
@@ -27,12 +27,7 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
     """Find experts and routers that stay as they are while the rest of the model trains."""
     trained = {id(p) for p in probe.model.parameters() if p.requires_grad}
     if not trained:
-        yield Finding(
-            "learning",
-            WHOLE_MODEL,
-            "skip",
-            "no parameter requires a gradient, so nothing is trained",
-        )
+        yield LEARNING.skips("no parameter requires a gradient, so nothing is trained")
         return
     is_adapted = any(".lora_" in name for name, _ in probe.model.named_parameters())
     for layer in probe.layers:
@@ -40,18 +35,13 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
         adapters = [adapter for adapter in layer.adapters if id(adapter.parameter) in trained]
         frozen = [weight.name for weight in layer.weights if id(weight.parameter) not in trained]
         if layer.adapters and not adapters:
-            yield Finding(
-                "learning",
-                layer.name,
-                "fail",
+            yield LEARNING.at(layer.name).fails(
                 "the adapters of the experts do not require a gradient: "
                 + places([adapter.name for adapter in layer.adapters]),
                 "load the adapter with is_trainable=True",
             )
         elif frozen and not is_adapted:
-            yield Finding(
-                "learning",
-                layer.name,
+            yield LEARNING.at(layer.name).finding(
                 "fail" if weights else "warn",
                 f"{len(frozen)} of {len(layer.weights)} expert tensors do not require a gradient: "
                 + places(frozen),
@@ -59,10 +49,7 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
             )
         fixed = [n for n, p in layer.routers.items() if "bias" not in n and id(p) not in trained]
         if fixed and weights and not is_adapted:
-            yield Finding(
-                "learning",
-                layer.name,
-                "warn",
+            yield LEARNING.at(layer.name).warns(
                 f"the router does not require a gradient, while the experts do: {places(fixed)}",
                 "call requires_grad_() on it, unless it should stay as it is",
             )
@@ -74,10 +61,7 @@ def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[
     rates = [group["lr"] for group in optimizer.param_groups]
     names = dict(probe.model.named_parameters())
     if not any(parameter.requires_grad for parameter in names.values()):
-        yield Finding(
-            "learning",
-            WHOLE_MODEL,
-            "fail",
+        yield LEARNING.fails(
             "no parameter requires a gradient, so the optimizer has nothing to train",
             "call requires_grad_() on what it should train; load an adapter with is_trainable=True",
         )
@@ -88,10 +72,7 @@ def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[
         routers = {name for layer in probe.layers for name in layer.routers}
         num_experts = sum(name in experts for name in absent)
         num_routers = sum(name in routers for name in absent)
-        yield Finding(
-            "learning",
-            WHOLE_MODEL,
-            "fail",
+        yield LEARNING.fails(
             f"{len(absent)} trainable tensors are in no group of the optimizer ({num_experts} of experts, "
             f"{num_routers} of routers): {places(absent)}",
             "pass them to the optimizer; it may have been built before the model was changed",
@@ -102,10 +83,7 @@ def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[
         if id(parameter) in groups and groups[id(parameter)]["lr"] == 0 and any(rates)
     ]
     if still:
-        yield Finding(
-            "learning",
-            WHOLE_MODEL,
-            "fail",
+        yield LEARNING.fails(
             f"{len(still)} tensors have a learning rate of 0: {places(still)}",
             "give their group a rate",
         )
@@ -116,20 +94,12 @@ def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[
         if groups.get(id(parameter), {}).get("weight_decay")
     ]
     if decayed:
-        yield Finding(
-            "learning",
-            WHOLE_MODEL,
-            "warn",
+        yield LEARNING.warns(
             f"{len(decayed)} biases of experts or routers have weight decay: {places(decayed)}",
             "put them into a group with weight_decay 0",
         )
     if not (absent or still or decayed):
-        yield Finding(
-            "learning",
-            WHOLE_MODEL,
-            "pass",
-            "the optimizer has every trainable tensor, with a rate above 0",
-        )
+        yield LEARNING.passes("the optimizer has every trainable tensor, with a rate above 0")
 
 
 def _biases(layer: SparseLayer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -159,10 +129,7 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
         passed = probe.run(**changes)
         loss = probe.cross_entropy(passed.logits_BSV)
         if not loss.isfinite():
-            yield Finding(
-                "learning",
-                WHOLE_MODEL,
-                "fail",
+            yield LEARNING.fails(
                 f"the cross-entropy of this batch is {loss.item()}",
                 "find the first layer with NaN or infinity",
             )
@@ -180,11 +147,8 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
         ]
         yield from problems
         if not problems and any(True for _ in _trained(layer)):
-            yield Finding(
-                "learning",
-                layer.name,
-                "pass",
-                "each expert that changed the loss has a gradient, no other has one, and the router learns",
+            yield LEARNING.at(layer.name).passes(
+                "each expert that changed the loss has a gradient, no other has one, and the router learns"
             )
 
 
@@ -264,12 +228,12 @@ def _expert_problems(
     advice = "look for detach, no_grad or a replaced forward between the experts and the loss"
     if missing:
         sentence = f"{len(missing)} expert tensors have no gradient after a backward pass: {places(missing)}"
-        yield Finding("learning", layer.name, "fail", sentence, advice)
+        yield LEARNING.at(layer.name).fails(sentence, advice)
     if broken:
         sentence = (
             f"gradients of {len(broken)} expert tensors are NaN or infinite: {places(broken)}"
         )
-        yield Finding("learning", layer.name, "fail", sentence, "lower the learning rate or scale")
+        yield LEARNING.at(layer.name).fails(sentence, "lower the learning rate or scale")
     if used_E is None or missing or broken or not trained:
         return
     dead = _ids(used_E & (norms_E == 0))
@@ -281,18 +245,15 @@ def _expert_problems(
     stray = _ids(~used_E & (norms_E > 0))
     if dead:
         sentence = (
-            f"{len(dead)} experts computed tokens but have a gradient of zero: {_shown(dead)}"
+            f"{len(dead)} experts computed tokens but have a gradient of zero: {places(dead)}"
         )
-        yield Finding("learning", layer.name, "fail", sentence, advice)
+        yield LEARNING.at(layer.name).fails(sentence, advice)
     elif still:
         sentence = f"the gradient of {places(still)} is zero for every expert"
-        yield Finding("learning", layer.name, "fail", sentence, advice)
+        yield LEARNING.at(layer.name).fails(sentence, advice)
     if stray:
-        sentence = f"{len(stray)} experts computed no token but have a gradient: {_shown(stray)}"
-        yield Finding(
-            "learning",
-            layer.name,
-            "fail",
+        sentence = f"{len(stray)} experts computed no token but have a gradient: {places(stray)}"
+        yield LEARNING.at(layer.name).fails(
             sentence,
             "gradients reach the wrong experts: compare the order of experts and of the router's rows",
         )
@@ -312,10 +273,7 @@ def _router_problems(
         if (grad := gradients.get(parameter)) is not None
     )
     if not router > MIN_ROUTER_SHARE * largest:
-        yield Finding(
-            "learning",
-            layer.name,
-            "fail",
+        yield LEARNING.at(layer.name).fails(
             f"the cross-entropy gives the router no gradient (norm {router:.1e}, largest {largest:.1e}): "
             f"{places([*trained])}",
             "the weights of the experts must depend on the router's scores: with one expert per token do not "
@@ -325,7 +283,3 @@ def _router_problems(
 
 def _ids(mask_E: Tensor) -> list[int]:
     return mask_E.nonzero().flatten().tolist()
-
-
-def _shown(experts: list[int]) -> str:
-    return places([str(expert) for expert in experts])

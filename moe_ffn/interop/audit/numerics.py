@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.experts.matrices import MatrixExperts
-from moe_ffn.interop.audit.findings import Finding
+from moe_ffn.interop.audit.findings import KERNELS, PRECISION, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.interop.routings import is_experts
-from moe_ffn.interop.transformers import weights_of
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.interop.transformers import run as run_on_our_kernels
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.metrics.functional import chosen_experts
-from moe_ffn.outputs import Plan, Routing
+from moe_ffn.outputs import Plan, Routing, dtype_name
 
 MAX_TOKENS = 256
 """Tokens whose experts are computed again, so that a check stays quick."""
@@ -113,25 +111,19 @@ def check_precision(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
         exact = flips["float64"] if flips["float64"] is not None else flips["float32"]
         sentence = f"tokens whose experts change if the router is computed in another precision: {measured}"
         if tied > MAX_FLIPS:
-            yield Finding(
-                "precision",
-                layer.name,
-                "warn",
+            yield PRECISION.at(layer.name).warns(
                 f"{tied:.0%} of the tokens have equal scores at the border between chosen and other experts",
                 "the order of experts decides; look for a router that is zero, clamped or quantised",
             )
         elif exact is not None and exact > MAX_FLIPS:
-            yield Finding(
-                "precision",
-                layer.name,
-                "warn",
+            yield PRECISION.at(layer.name).warns(
                 sentence,
-                f"the router is in {name_of(dtype)}; keep its weights and logits in float32"
+                f"the router is in {dtype_name(dtype)}; keep its weights and logits in float32"
                 if (flips["float32"] or 0) > MAX_FLIPS
                 else "float32 cannot tell these scores apart; a router z-loss keeps logits small",
             )
         else:
-            yield Finding("precision", layer.name, "pass", sentence)
+            yield PRECISION.at(layer.name).passes(sentence)
 
 
 def _chosen(output: Any) -> Tensor | None:
@@ -190,16 +182,11 @@ def _tied(output: Any) -> float:
 def check_kernels(probe: Probe, layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
     """Compare the experts' output and gradients with a loop over experts in float64."""
     if layer.kind == "listed":
-        yield Finding(
-            "kernels", layer.name, "skip", "experts in a list are computed by their own modules"
-        )
+        yield KERNELS.at(layer.name).skips("experts in a list are computed by their own modules")
         return
     if not calls.experts:
-        yield Finding(
-            "kernels",
-            layer.name,
-            "skip",
-            "these experts do not receive ids and weights, or have no products",
+        yield KERNELS.at(layer.name).skips(
+            "these experts do not receive ids and weights, or have no products"
         )
         return
     for module, args in calls.experts:
@@ -222,26 +209,23 @@ def _compared(
 ) -> Finding:
     parameter = next(module.parameters())
     if not parameter.is_floating_point():
-        return Finding("kernels", layer.name, "skip", "the weights of the experts are quantised")
+        return KERNELS.at(layer.name).skips("the weights of the experts are quantised")
     try:
         errors = compare()
     except NotImplementedError as error:
-        return Finding("kernels", layer.name, "skip", str(error))
+        return KERNELS.at(layer.name).skips(str(error))
     limit = MAX_ERROR.get(parameter.dtype, 3e-2)
     if parameter.is_cuda and parameter.dtype == torch.float32:
         limit = TF32_ERROR
     worst = max(errors, key=lambda name: _sortable(errors[name]))
     sentence = (
-        f"{implementation} in {name_of(parameter.dtype)}, compared with a loop in float64: largest "
+        f"{implementation} in {dtype_name(parameter.dtype)}, compared with a loop in float64: largest "
         f"difference {errors[worst]:.1e} of the largest value (in {worst})"
     )
     if errors[worst] <= limit:
-        return Finding("kernels", layer.name, "pass", sentence)
+        return KERNELS.at(layer.name).passes(sentence)
     wrong = [name for name, error in errors.items() if not error <= limit]
-    return Finding(
-        "kernels",
-        layer.name,
-        "fail",
+    return KERNELS.at(layer.name).fails(
         f"{sentence}; above {limit:.0e}: {', '.join(wrong)}",
         f"do not use {implementation} here; 'eager' of transformers and 'loop' of moe_ffn are plain loops",
     )
@@ -270,22 +254,13 @@ def _compare_ours(module: MatrixExperts, args: tuple[Any, ...]) -> dict[str, flo
 
 def _compare_theirs(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
     hidden_TD, ids_TK, weights_TK = (value[:MAX_TOKENS] for value in args[:3])
-    exact: Any = copy.deepcopy(module).double()
-    exact_weights: ExpertWeights = weights_of(exact)
-
-    def loop(hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
-        num_tokens, k = ids_TK.shape
-        token_indices_T = torch.arange(num_tokens, device=ids_TK.device)
-        plan = plan_of_pairs(
-            token_indices_T.repeat_interleave(k),
-            ids_TK.reshape(-1).clamp(max=exact.num_experts),
-            weights_TK.reshape(-1),
-            exact.num_experts,
-        )
-        return run_experts(hidden_TD, plan, exact_weights, "loop")
+    exact = copy.deepcopy(module).double()
 
     def theirs(hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
         return module(hidden_TD, ids_TK, weights_TK)
+
+    def loop(hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
+        return run_on_our_kernels(exact, hidden_TD, ids_TK, weights_TK, "loop")
 
     return _errors(theirs, loop, module, exact, (hidden_TD, weights_TK))
 
@@ -337,7 +312,3 @@ def _results(
 def _error(found: Tensor, expected: Tensor) -> float:
     scale = expected.abs().max().clamp(min=1e-30)
     return ((found.double() - expected).abs().max() / scale).item()
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

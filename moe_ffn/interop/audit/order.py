@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ffn.experts.matrices import GatedExperts
-from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding
+from moe_ffn.interop.audit.findings import ORDER, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
-from moe_ffn.interop.audit.probe import IGNORED, Probe, mode
+from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.interop.routings import is_experts
 from moe_ffn.outputs import Routing
+from moe_ffn.training.objective import IGNORED_TARGET, cross_entropy_of
 
 TRAINED = 0.9
 """Cross-entropy as a multiple of a uniform guess's below which a model counts as trained on this text."""
@@ -32,16 +32,14 @@ MIN_ERRORS = 2.0
 def check_order(probe: Probe) -> Iterator[Finding]:
     """Move the experts of each layer, and swap gate and up: the loss should rise."""
     with mode(probe.model, training=False), torch.no_grad():
-        losses_N = _losses(probe)
-        guess = math.log(probe.logits(labels=None).shape[-1])
+        logits_BSV = probe.logits(labels=None)
+        losses_N = _losses_of(probe, logits_BSV)
+        guess = math.log(logits_BSV.shape[-1])
         loss = losses_N.mean().item()
         if not loss < TRAINED * guess:
-            yield Finding(
-                "order",
-                WHOLE_MODEL,
-                "skip",
+            yield ORDER.skips(
                 f"the loss, {loss:.3f}, is not below {TRAINED:g} of a uniform guess's, so it does not tell "
-                "whether weights are in their places",
+                "whether weights are in their places"
             )
             return
         for layer in probe.reached:
@@ -60,9 +58,7 @@ def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Findi
             # Of two wrong orders one may be better; nothing is better than the right one.
             is_better = rise < -MIN_ERRORS * error
             problems.append(
-                Finding(
-                    "order",
-                    layer.name,
+                ORDER.at(layer.name).finding(
                     "fail" if is_better else "warn",
                     f"the loss changes by {sentence} (standard error {error:.4f}): they are in another order "
                     f"than the router's rows{'' if is_better else ', or are all alike'}",
@@ -76,17 +72,14 @@ def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Findi
         measured.append(f"{rise:+.4f} when gate and up are swapped")
         if rise < -MIN_ERRORS * error:
             problems.append(
-                Finding(
-                    "order",
-                    layer.name,
-                    "fail",
+                ORDER.at(layer.name).fails(
                     f"the loss falls by {-rise:.4f} when gate and up are swapped",
                     "the conversion swapped the two halves of gate_up: swap them back",
                 )
             )
     yield from problems
     if measured and not problems:
-        yield Finding("order", layer.name, "pass", f"the loss changes by {' and '.join(measured)}")
+        yield ORDER.at(layer.name).passes(f"the loss changes by {' and '.join(measured)}")
 
 
 def _moves(
@@ -99,13 +92,13 @@ def _moves(
 
 
 def _losses(probe: Probe) -> Tensor:
-    """Return the loss of each predicted token."""
-    logits_BSV = probe.logits(labels=None)
-    labels = probe.labels_BS.flatten()
-    losses = F.cross_entropy(
-        logits_BSV.float().flatten(0, 1), labels, ignore_index=IGNORED, reduction="none"
-    )
-    return losses[labels != IGNORED].double()
+    """Run the model, and return the loss of each predicted token."""
+    return _losses_of(probe, probe.logits(labels=None))
+
+
+def _losses_of(probe: Probe, logits_BSV: Tensor) -> Tensor:
+    losses = cross_entropy_of(logits_BSV, probe.labels_BS, "none")
+    return losses[probe.labels_BS.flatten() != IGNORED_TARGET].double()
 
 
 def _rise(before_N: Tensor, after_N: Tensor) -> tuple[float, float]:

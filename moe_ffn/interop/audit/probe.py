@@ -19,10 +19,8 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.interop.audit.layers import SparseLayer, of_one_process, sparse_layers, unwrapped
 from moe_ffn.interop.routings import watch
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import Routing
-
-IGNORED = -100
-"""Label of a position that is not predicted, as in transformers."""
+from moe_ffn.outputs import Routing, dtype_name
+from moe_ffn.training.objective import IGNORED_TARGET, cross_entropy_of
 
 _IDS, _MASK, _LABELS = "input_ids", "attention_mask", "labels"
 
@@ -44,7 +42,7 @@ class Probe:
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         self.model = model = of_one_process(model)
         self.batch = batch
-        if not self.ids_BS.is_meta and bool((self.labels_BS == IGNORED).all()):
+        if not self.ids_BS.is_meta and bool((self.labels_BS == IGNORED_TARGET).all()):
             raise ConfigError(
                 "audit: the batch has no token to predict: all labels are -100, or all tokens are padding"
             )
@@ -102,11 +100,11 @@ class Probe:
 
     @property
     def labels_BS(self) -> Tensor:
-        """The token to predict at each position, or `IGNORED`: labels of transformers, shifted by one."""
+        """The token to predict at each position, or `IGNORED_TARGET`: shifted labels of transformers."""
         labels_BS = self.batch.get(_LABELS)
         if labels_BS is None:
-            labels_BS = self.ids_BS.masked_fill(~self.mask_BS, IGNORED)
-        return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
+            labels_BS = self.ids_BS.masked_fill(~self.mask_BS, IGNORED_TARGET)
+        return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_TARGET)
 
     def run(self, **changes: Any) -> Outputs:
         """Run the model on the batch; `changes` replace entries of it, None removes one."""
@@ -136,9 +134,7 @@ class Probe:
 
     def cross_entropy(self, logits_BSV: Tensor) -> Tensor:
         """Return the mean cross-entropy of the labels in nats, without any other loss."""
-        return F.cross_entropy(
-            logits_BSV.float().flatten(0, 1), self.labels_BS.flatten(), ignore_index=IGNORED
-        )
+        return cross_entropy_of(logits_BSV, self.labels_BS)
 
 
 def _logits(output: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -198,6 +194,6 @@ def checked_batch(batch: Any) -> Mapping[str, Any]:
     if ids.ndim != 2 or ids.is_floating_point() or ids.shape[1] < 2:
         raise ConfigError(
             f"audit: {_IDS} must be integers (batch, sequence) with two or more positions, but are "
-            f"{str(ids.dtype).removeprefix('torch.')}{list(ids.shape)}"
+            f"{dtype_name(ids.dtype)}{list(ids.shape)}"
         )
     return dict(batch)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.interop.audit.findings import WHOLE_MODEL, Finding, places
+from moe_ffn.interop.audit.findings import LEFT_OUT, STRUCTURE, Finding, places
 from moe_ffn.interop.audit.layers import SparseLayer, without_adapters
 from moe_ffn.interop.audit.probe import Probe
 from moe_ffn.interop.swap import SwappedFFN
@@ -35,18 +35,13 @@ def check_structure(probe: Probe) -> Iterator[Finding]:
     num_declared = option_of(probe.config, E_OPTIONS)
     for layer in probe.layers:
         if num_declared not in (None, layer.num_experts) and layer.kind != "moe_ffn":
-            yield Finding(
-                "structure",
-                layer.name,
-                "fail",
+            yield STRUCTURE.at(layer.name).fails(
                 f"the config declares {num_declared} experts, but the tensors hold {layer.num_experts}",
                 "load weights that belong to this config, or correct the config",
             )
     expected = _declared_shapes(probe)
     if expected is None:
-        yield Finding(
-            "structure", WHOLE_MODEL, "skip", "no config from which to build the model again"
-        )
+        yield STRUCTURE.skips("no config from which to build the model again")
         return
     replaced = _quantised_modules(probe.base) | _swapped_blocks(probe)
     actual = {_plain_name(n): tuple(p.shape) for n, p in _own_parameters(probe)}
@@ -64,20 +59,14 @@ def check_structure(probe: Probe) -> Iterator[Finding]:
         (resized, "{} differ in shape from what the config declares"),
     ):
         if wrong:
-            yield Finding(
-                "structure",
-                WHOLE_MODEL,
-                "fail",
+            yield STRUCTURE.fails(
                 what.format(places(wrong)),
                 "load weights that belong to this config, or correct the config",
             )
     if not (missing or added or resized):
         total = sum(torch.Size(shape).numel() for shape in actual.values())
-        yield Finding(
-            "structure",
-            WHOLE_MODEL,
-            "pass",
-            f"{len(actual)} tensors, {total:,} parameters, have the shapes that the config declares",
+        yield STRUCTURE.passes(
+            f"{len(actual)} tensors, {total:,} parameters, have the shapes that the config declares"
         )
 
 
@@ -130,13 +119,9 @@ def check_zeros(probe: Probe) -> Iterator[Finding]:
                     empty[tensor.name] = (~used_E).nonzero().flatten().tolist()
         if empty:
             which = "; ".join(
-                f"{name}, experts {places([str(expert) for expert in experts])}"
-                for name, experts in empty.items()
+                f"{name}, experts {places(experts)}" for name, experts in empty.items()
             )
-            yield Finding(
-                "structure",
-                layer.name,
-                "warn",
+            yield STRUCTURE.at(layer.name).warns(
                 f"matrices of some experts are all zero: {which}",
                 "load the weights again, unless these experts were pruned",
             )
@@ -158,9 +143,7 @@ def check_left_out(probe: Probe) -> Iterator[Finding]:
         yield from _unmatched_targets(probe)
         yield from _disabled(probe)
     if not quantised and not adapted:
-        yield Finding(
-            "left out", WHOLE_MODEL, "pass", "no tensor is quantised, and there is no adapter"
-        )
+        yield LEFT_OUT.passes("no tensor is quantised, and there is no adapter")
 
 
 def _experts_left_out(probe: Probe, word: str, is_done: Any) -> Iterator[Finding]:
@@ -175,12 +158,10 @@ def _experts_left_out(probe: Probe, word: str, is_done: Any) -> Iterator[Finding
                 left.append(tensor.name)
                 size += tensor.parameter.numel()
     if not left:
-        yield Finding("left out", WHOLE_MODEL, "pass", f"all expert tensors are {word}")
+        yield LEFT_OUT.passes(f"all expert tensors are {word}")
         return
     share = size / total
-    yield Finding(
-        "left out",
-        WHOLE_MODEL,
+    yield LEFT_OUT.finding(
         "warn" if share > SMALL_SHARE else "pass",
         f"{len(left)} expert tensors, {share:.0%} of the parameters, are not {word}: {places(left)}",
         _ADVICE[word],
@@ -229,10 +210,7 @@ def _unmatched_targets(probe: Probe) -> Iterator[Finding]:
                 if not any(path == target or path.endswith(f".{target}") for path in modules)
             )
             if unmatched:
-                yield Finding(
-                    "left out",
-                    WHOLE_MODEL,
-                    "fail",
+                yield LEFT_OUT.fails(
                     f"{option} of adapter '{name}' names {places(unmatched)}, which match no module",
                     advice,
                 )
@@ -245,10 +223,7 @@ def _disabled(probe: Probe) -> Iterator[Finding]:
         if hasattr(module, "base_layer") and getattr(module, "disable_adapters", False)
     ]
     if disabled:
-        yield Finding(
-            "left out",
-            WHOLE_MODEL,
-            "warn",
+        yield LEFT_OUT.warns(
             f"the adapters of {len(disabled)} modules are disabled: {places(disabled)}",
             "call enable_adapter_layers() before you train or use the adapter",
         )

@@ -115,16 +115,26 @@ def text_of_run(run: Run, num_tokens: int) -> TokenizedText:
     )
 
 
+def read_text(path: Path, limit: int | None = None) -> bytes:
+    """Return the bytes of a text file, at most `limit`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(-1 if limit is None else limit)
+    except OSError as error:
+        raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
+
+
 def text_of_file(run: Run, path: Path, num_tokens: int) -> TokenizedText:
     """Return windows of a text file, spread evenly over it.
 
     Raises:
         ConfigError: the file cannot be read, or has fewer than two tokens.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
+    content = read_text(path)
     ids = run.tokenizer.encode(content).numpy()
     if len(ids) < 2:
         raise ConfigError(f"--text: '{path}' has {len(ids)} tokens; give a text of two or more")

@@ -33,9 +33,6 @@ AlarmKind = Literal[
 LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
 """Kinds that are reported only if they last `after_steps` steps, since they are normal at the start."""
 
-MIN_COLLAPSE = 0.5
-"""Least MaxVio of a collapse. If k is close to num_experts, even the largest possible MaxVio is small."""
-
 ROWS_OF_MEDIAN = 10
 """Number of earlier rows whose median loss a row's loss is compared with."""
 
@@ -245,9 +242,7 @@ class AlarmRules(Checkpointed):
         if dead := int(values["dead_experts"]):
             message = f"{dead} of {len(load)} experts had no token in {limits.after_steps} steps"
             yield "dead_experts", message
-        # In the worst case every token chooses the same expert, which then has 1 / k of the pairs.
-        highest = len(load) / max(values["experts_per_token"].item(), 1e-9) - 1
-        limit = max(limits.max_violation_share * highest, MIN_COLLAPSE)
+        limit = limits.max_violation(len(load), values["experts_per_token"].item())
         if violation > limit:
             busiest = max(range(len(load)), key=load.__getitem__)
             share = f"expert {busiest} takes {load[busiest]:.0%} of the pairs"
