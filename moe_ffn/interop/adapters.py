@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.experts.matrices import MatrixExperts
-from moe_ffn.interop.transformers import NAME
+from moe_ffn.interop.routings import is_experts
+from moe_ffn.interop.transformers import NAME, implementation_of
 from moe_ffn.kernels.base import ADAPTERS
 
 _FACTORS = {
@@ -65,7 +66,7 @@ def fuse_adapters(model: Model) -> Model:
             continue
         if not _runs_our_kernels(base):
             raise ConfigError(
-                f"transformers runs {type(base).__name__} on '{base.config._experts_implementation}'; call "
+                f"transformers runs {type(base).__name__} on '{implementation_of(base)}'; call "
                 f"moe_ffn.interop.register() and model.set_experts_implementation('{NAME}') first"
             )
         wrapper.__class__ = ParamWrapper
@@ -121,10 +122,8 @@ class ParamWrapper(peft_layer.ParamWrapper):
 
 def _is_experts(module: nn.Module) -> bool:
     """Return True for experts whose computation we know: ours, or those that transformers lets us replace."""
-    return isinstance(module, MatrixExperts) or all(
-        hasattr(module, name) for name in ("is_transposed", "is_concatenated", "down_proj")
-    )
+    return isinstance(module, MatrixExperts) or is_experts(module)
 
 
 def _runs_our_kernels(experts: Any) -> bool:
-    return isinstance(experts, MatrixExperts) or experts.config._experts_implementation == NAME
+    return isinstance(experts, MatrixExperts) or implementation_of(experts) == NAME

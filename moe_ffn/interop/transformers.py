@@ -76,8 +76,7 @@ def kernels_in_use(model: nn.Module) -> dict[str, str]:
         if (number := layer_of(path)) is None:
             continue
         if is_experts(module):
-            config: Any = module.config
-            chosen[layer_name(number)] = config._experts_implementation or "eager"
+            chosen[layer_name(number)] = implementation_of(module)
         elif _OWN_EXPERTS.search(type(module).__name__):
             own[layer_name(number)] = "eager"
     found = dict(sorted((own | chosen).items()))
@@ -89,6 +88,11 @@ def kernels_in_use(model: nn.Module) -> dict[str, str]:
             *(NAME, len(others), len(found), type(model).__name__, others[0]),
         )
     return found
+
+
+def implementation_of(experts: Any) -> str:
+    """Return the name of the implementation that transformers runs a module of experts on."""
+    return getattr(experts.config, "_experts_implementation", None) or "eager"
 
 
 def run(

@@ -101,7 +101,7 @@ def _numeric_checks(
     with mode(probe.model, training=False):
         for layer in probe.reached:
             yield from check_precision(layer, recorded[layer.name])
-            yield from check_kernels(probe, layer, recorded[layer.name])
+            yield from check_kernels(layer, recorded[layer.name])
     yield from check_behaviour(probe)
     yield from check_order(probe)
 

@@ -20,6 +20,7 @@ from moe_ffn.interop.audit.findings import KERNELS, PRECISION, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.interop.routings import is_experts
+from moe_ffn.interop.transformers import implementation_of
 from moe_ffn.interop.transformers import run as run_on_our_kernels
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.metrics.functional import chosen_experts
@@ -179,7 +180,7 @@ def _tied(output: Any) -> float:
 # -- kernels
 
 
-def check_kernels(probe: Probe, layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
+def check_kernels(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
     """Compare the experts' output and gradients with a loop over experts in float64."""
     if layer.kind == "listed":
         yield KERNELS.at(layer.name).skips("experts in a list are computed by their own modules")
@@ -191,14 +192,13 @@ def check_kernels(probe: Probe, layer: SparseLayer, calls: Recorded) -> Iterator
         return
     for module, args in calls.experts:
         compare = _compare_ours if isinstance(module, MatrixExperts) else _compare_theirs
-        yield _compared(layer, module, partial(compare, module, args), _name(probe, module))
+        yield _compared(layer, module, partial(compare, module, args), _name(module))
 
 
-def _name(probe: Probe, module: nn.Module) -> str:
+def _name(module: nn.Module) -> str:
     if isinstance(module, MatrixExperts):
         return f"moe_ffn ({module.config.backend})"
-    config = getattr(module, "config", None) or probe.config
-    return str(getattr(config, "_experts_implementation", None) or "eager")
+    return implementation_of(module)
 
 
 def _compared(
