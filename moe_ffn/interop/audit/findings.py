@@ -75,7 +75,7 @@ DETERMINISM = Check("determinism")
 HEALTH = Check("health")
 ORDER = Check("order")
 NUMBERS = Check("numbers")
-"""What could not be computed: anything on the meta device, or in a layer that the batch does not reach."""
+"""Numbers that cannot be computed: on the meta device, or in a layer that the batch does not reach."""
 
 
 class Failure(NamedTuple):
