@@ -12,7 +12,10 @@ exit code is then 1.
 from __future__ import annotations
 
 import logging
+import math
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +26,7 @@ from moe_ffn.report.comparison_tables import print_comparison
 from moe_ffn.report.html import OPENING
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered, gather
+from moe_ffn.studies.statistics import EQUALITY_MARGIN
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv or ["--help"])
     check_output("--html", args.html, OPENING)
     gathered = gather(args.paths)
-    comparison = compare(gathered, args.baseline)
+    comparison = compare(gathered, args.baseline, args.margin)
     print_comparison(Console(), comparison)
     if args.html is not None:
         # Imported here, since the tables do not need plotly.
@@ -61,6 +65,13 @@ def _parser() -> Parser:
         help="arm to compare the other arms with (default: the study's baseline, or the first arm)",
     )
     parser.add_argument(
+        "--margin",
+        type=_nats,
+        metavar="NATS",
+        help=f"call arms equal if tests show that they differ by less (default: the study's margin, or "
+        f"{EQUALITY_MARGIN:g} nats per token)",
+    )
+    parser.add_argument(
         "--html",
         type=Path,
         metavar="FILE",
@@ -69,10 +80,19 @@ def _parser() -> Parser:
     return parser
 
 
-def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
+def _nats(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (margin := float(text)) < math.inf:
+            return margin
+    raise ArgumentTypeError(f"must be a number of nats above 0, got '{text}'")
+
+
+def compare(
+    gathered: Gathered, baseline: str | None = None, margin: float | None = None
+) -> Comparison:
     """Return the comparison; an error message includes the number of runs that are left out."""
     try:
-        return gathered.compare(baseline)
+        return gathered.compare(baseline, margin)
     except ConfigError as error:
         if not gathered.left_out:
             raise

@@ -110,7 +110,11 @@ def study_page(
     known = {name for result in own_results for name in (result.arm, result.arm.partition(",")[0])}
     baseline = study.baseline if study.baseline in known else None
     comparison = Comparison.of(
-        own_results, baseline=baseline, arms=names, step_seconds=step_seconds
+        own_results,
+        baseline=baseline,
+        arms=names,
+        step_seconds=step_seconds,
+        margin=study.equality_margin,
     )
     arms = comparison.arms
     fitted = without_seeds(arms)
