@@ -1,4 +1,4 @@
-"""Comparison of arms: losses with intervals, differences from a baseline, and cost."""
+"""Comparison of the arms of a study: losses with intervals, differences from a baseline, and cost."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from moe_ffn.studies.statistics import (
     EQUALITY_MARGIN,
     MIN_SEEDS,
     SMALL_DIFFERENCE,
-    Difference,
     Interval,
     Over,
+    PairedDifference,
     bootstrap_interval,
     mean_interval,
     paired_differences,
@@ -43,7 +43,7 @@ class TimeToBaseline:
 
 @dataclass(frozen=True)
 class Arm:
-    """The runs of an arm and their statistics."""
+    """An arm of a study: runs that differ only in their seed, and their statistics."""
 
     name: str
     results: Sequence[RunResult]
@@ -52,7 +52,7 @@ class Arm:
     """Arm that this arm is compared with; None for a baseline."""
     differs: Sequence[str] = ()
     """Options that differ from the base arm, one line each."""
-    difference: Difference | None = None
+    difference: PairedDifference | None = None
     """Difference from the base arm; None if they share no seed that allows one."""
     reached: TimeToBaseline | None = None
     timed_step_seconds: float | None = None
@@ -349,7 +349,7 @@ def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
     return {arm: base if base in known - {arm} else None for arm, base in bases.items()}
 
 
-def _over_windows(arm: Arm, base: Arm) -> Difference | None:
+def _over_windows(arm: Arm, base: Arm) -> PairedDifference | None:
     """Compare the single seed that both arms share, window by window; None without one."""
     if arm is base or arm.task != base.task:
         return None
@@ -359,7 +359,7 @@ def _over_windows(arm: Arm, base: Arm) -> Difference | None:
         gaps = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
         if len(gaps) > 1:
             interval = bootstrap_interval(gaps)
-            return Difference(interval.value, "windows", len(gaps), interval)
+            return PairedDifference(interval.value, "windows", len(gaps), interval)
     return None
 
 

@@ -27,7 +27,7 @@ MIN_SEEDS = 3
 EQUALITY_MARGIN = 0.02
 """Nats per token: a smaller difference counts as equality, unless a study or the user sets another margin."""
 SMALL_DIFFERENCE = 0.05
-"""Nats per token: a difference worth finding, for which `Difference.seeds_needed` is computed."""
+"""Nats per token: a difference worth finding, for which `PairedDifference.seeds_needed` is computed."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -68,7 +68,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """An arm's loss minus the baseline's, in nats per token, pair by pair; below 0 the arm is better."""
 
     mean: float
@@ -101,7 +101,7 @@ class Difference:
 def paired_differences(
     arms: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]],
     margin: float = EQUALITY_MARGIN,
-) -> dict[str, Difference]:
+) -> dict[str, PairedDifference]:
     """Compare each arm with its baseline by Student's paired t, over two or more shared seeds.
 
     The two runs of a seed share the data order and the initial weights outside the block, so that effects of
@@ -120,10 +120,10 @@ def paired_differences(
     p_values = dict(zip(tested, holm([_p_value(d) for d in tested.values()]), strict=True))
     p_equal = holm([equality_p_value(d, margin) for d in tested.values()])
     p_equal_values = dict(zip(tested, p_equal, strict=True))
-    differences: dict[str, Difference] = {}
+    differences: dict[str, PairedDifference] = {}
     for name, d in paired.items():
         sd, alpha = stdev(d), (1 - LEVEL) / len(tested if name in tested else paired)
-        differences[name] = Difference(
+        differences[name] = PairedDifference(
             fmean(d),
             "seeds",
             len(d),
