@@ -210,7 +210,7 @@ def test_the_readme_gives_no_number_that_its_studies_do_not() -> None:
     section = (
         README.read_text(encoding="utf-8")
         .partition("## Which block is best?")[2]
-        .partition("```")[0]
+        .partition("\n## ")[0]
     )
     lines = section.split("\n- ")[1:]
     assert len(lines) == 5
