@@ -22,8 +22,8 @@ from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.config.errors import ConfigError, command, printable
-from moe_ffn.report.comparison_tables import print_comparison
 from moe_ffn.report.html import OPENING
+from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.statistics import EQUALITY_MARGIN
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     print_comparison(Console(), comparison)
     if args.html is not None:
         # Imported here, since the tables do not need plotly.
-        from moe_ffn.report.comparison_page import comparison_html
+        from moe_ffn.report.studies.comparison_page import comparison_html
 
         write_output("--html", args.html, comparison_html(gathered, comparison, args.html))
         print(f"written: {args.html}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.report.comparison_tables import tables
+from moe_ffn.report.studies.comparison_tables import tables
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.comparison import Comparison, first_step_at
 from moe_ffn.studies.differences import block_of, identity, option_differences, require_same_options
