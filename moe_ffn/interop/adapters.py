@@ -108,15 +108,18 @@ class ParamWrapper(peft_layer.ParamWrapper):
             setattr(experts, ADAPTERS, before)
 
     def _factors(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
-        """Return A (E, R, I) and B (E, O, R), which includes the scale."""
+        """Return A (E, R, I), which includes the scale, and B (E, O, R)."""
         dtype = self.get_param().dtype
         all_a, all_b = list[Tensor](), list[Tensor]()
         for name in adapters:
             layers: Any = self.lora_A[name], self.lora_B[name]
-            a, b = (layer.weight for layer in layers)
-            all_a.append(a.reshape(self.num_experts, -1, a.shape[-1]).to(dtype))
-            b_EOR = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
-            all_b.append(b_EOR.to(dtype) * self.scaling[name])
+            a, b = (layer.weight.to(dtype) for layer in layers)
+            all_a.append(a.reshape(self.num_experts, -1, a.shape[-1]) * self.scaling[name])
+            # Two axes, because torch transposes them faster than it permutes three.
+            b_EX = b.reshape(-1, self.num_experts).t().contiguous()
+            all_b.append(b_EX.unflatten(1, (b.shape[0], -1)))
+        if len(adapters) == 1:
+            return all_a[0], all_b[0]
         return torch.cat(all_a, dim=1), torch.cat(all_b, dim=2)
 
 

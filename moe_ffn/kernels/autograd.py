@@ -6,6 +6,7 @@ matrix
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,22 +18,30 @@ NUM_GRADIENTS = 2 + len(PARAMETERS)
 """Number of differentiable inputs of an operator: x, the pairs' weights and the parameters."""
 
 
-def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, backend: str) -> None:
+def register(
+    forward: CustomOpDef,
+    backward: CustomOpDef,
+    num_tensors: int,
+    backend: str,
+    width_of_kept: Callable[..., int] = lambda up_EHD, *_: up_EHD.shape[1],
+) -> None:
     """Register an operator's output shapes, for tensors without data, and its backward operator.
 
     Args:
-        forward: (x, weights_N, the parameters, other tensors, options, dtype, keep) -> y, and the first
-            product (N, H) in `dtype`, with 0 rows unless `keep`.
-        backward: (grad_y, the same tensors, first product, the same options, dtype, wanted) -> the gradients
+        forward: (x, weights_N, the parameters, other tensors, options, dtype, keep) -> y, and a matrix in
+            `dtype` for backward, with 0 rows unless `keep`.
+        backward: (grad_y, the same tensors, that matrix, the same options, dtype, wanted) -> the gradients
             of x, weights_N and the parameters; empty tensors for those not wanted.
         num_tensors: number of tensor arguments of both operators, some of which may be None.
         backend: name of the backend, for error messages.
+        width_of_kept: (the parameters) -> width of the matrix, by default that of the first product.
     """
 
-    def fake(x_TD: Tensor, weights_N: Tensor, up_EHD: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    def fake(x_TD: Tensor, weights_N: Tensor, *others: Any) -> tuple[Tensor, ...]:
         *_, dtype, keep = others
         num_kept = weights_N.shape[0] if keep else 0
-        return x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_kept, up_EHD.shape[1], dtype=dtype)
+        width = width_of_kept(*others[: len(PARAMETERS)])
+        return x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_kept, width, dtype=dtype)
 
     def fake_backward(_: Tensor, x_TD: Tensor, *others: Any) -> tuple[Tensor, ...]:
         inputs, wanted = (x_TD, *others)[:NUM_GRADIENTS], others[-1]
@@ -43,11 +52,9 @@ def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, back
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         *options, keep = inputs[num_tensors:]
-        assert keep, "backward needs the first product"
+        assert keep, "backward needs the kept matrix"
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(
-            False
-        )  # otherwise torch makes zeros as large as the first product
+        ctx.set_materialize_grads(False)  # otherwise torch makes zeros as large as the kept matrix
         ctx.save_for_backward(*inputs[:num_tensors], output[1])
         ctx.options = options
 

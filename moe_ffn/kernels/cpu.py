@@ -85,21 +85,27 @@ Gradients = tuple[Tensor | None, ...]
 """Gradients of x, the pairs' weights and the parameters."""
 
 
+def width_of_kept(up_EHD: Tensor, *others: Tensor | None) -> int:
+    """Return the width of the matrix kept for backward: the first product, then A x of both adapters."""
+    *_, up_a_ERD, _, down_a_ERF, _ = others
+    return up_EHD.shape[1] + sum(a.shape[1] for a in (up_a_ERD, down_a_ERF) if a is not None)
+
+
 class Implementation(NamedTuple):
     """Forward and backward pass of experts on a CPU."""
 
     forward: Callable[[Inputs, Tensor | None], Tensor]
-    """(inputs, pre_activation_NH) -> y_TD; writes the first product to `pre_activation_NH` if given."""
+    """(inputs, kept) -> y_TD; writes to `kept` (N, `width_of_kept`) if given."""
     backward: Callable[[Inputs, Tensor, Tensor, Sequence[bool]], Gradients]
-    """(inputs, pre_activation_NH, grad_y_TD, wanted) -> the wanted gradients; the C++ kernels
+    """(inputs, kept, grad_y_TD, wanted) -> the wanted gradients; the C++ kernels
     return the gradient of `weights_N` even if it is not wanted."""
 
 
 def run(implementation: Implementation, x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Run experts of any dtype.
 
-    An expert without tokens gets a zero gradient. The first product (N, H) and the dropout mask are saved
-    for backward.
+    An expert without tokens gets a zero gradient. The first product (N, H), A x of both adapters and the
+    dropout mask are saved for backward.
     """
     weights_N, parameters = plan.weights_N[: int(plan.offsets_E[-1])], weights.parameters
     if needs_gradient(x_TD, weights_N, *parameters):
@@ -128,14 +134,10 @@ class _Experts(torch.autograd.Function):
         *parameters: Any,
     ) -> Tensor:
         inputs = _inputs(plan, weights, x_TD, weights_N, parameters)
-        pre_activation_NH = x_TD.new_empty(
-            len(weights_N), parameters[0].shape[1], dtype=inputs.dtype
-        )
-        y_TD = implementation.forward(inputs, pre_activation_NH)
+        kept = x_TD.new_empty(len(weights_N), width_of_kept(*parameters), dtype=inputs.dtype)
+        y_TD = implementation.forward(inputs, kept)
         ids = inputs.token_indices_N, inputs.offsets_E, inputs.pair_ids_N
-        ctx.save_for_backward(
-            x_TD, weights_N, *parameters, *ids, inputs.dropout_NF, pre_activation_NH
-        )
+        ctx.save_for_backward(x_TD, weights_N, *parameters, *ids, inputs.dropout_NF, kept)
         ctx.implementation, ctx.options, ctx.dtype = implementation, inputs.options, inputs.dtype
         return y_TD
 
@@ -151,14 +153,12 @@ class _Experts(torch.autograd.Function):
             offsets_E,
             pair_ids_N,
             dropout_NF,
-            pre_activation_NH,
+            kept,
         ) = ctx.saved_tensors
         ids = ids_N, offsets_E, pair_ids_N
         inputs = Inputs(x_TD, weights_N, parameters, *ids, dropout_NF, ctx.options, ctx.dtype)
         wanted = ctx.needs_input_grad[3:]
-        return (None,) * 3 + ctx.implementation.backward(
-            inputs, pre_activation_NH, grads[0], wanted
-        )
+        return (None,) * 3 + ctx.implementation.backward(inputs, kept, grads[0], wanted)
 
 
 # -- compiled kernels
@@ -201,14 +201,14 @@ def _operator_args(inputs: Inputs) -> tuple[Any, ...]:
     )
 
 
-def _native_forward(inputs: Inputs, pre_activation_NH: Tensor | None) -> Tensor:
+def _native_forward(inputs: Inputs, kept: Tensor | None) -> Tensor:
     y_TD = torch.empty_like(inputs.x_TD, memory_format=torch.contiguous_format)
-    torch.ops.moe_ffn_cpu.experts_forward(*_operator_args(inputs), pre_activation_NH, y_TD)
+    torch.ops.moe_ffn_cpu.experts_forward(*_operator_args(inputs), kept, y_TD)
     return y_TD
 
 
 def _native_backward(
-    inputs: Inputs, pre_activation_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
+    inputs: Inputs, kept: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
 ) -> Gradients:
     layer = _operator_args(inputs)
     wants_x, _, *wants = wanted
@@ -221,7 +221,7 @@ def _native_backward(
         for parameter, want in zip(inputs.parameters, wants, strict=True)
     ]
     torch.ops.moe_ffn_cpu.experts_backward(
-        *layer, pre_activation_NH, grad_y_TD.contiguous(), grad_x_TD, grad_weights_N, *gradients
+        *layer, kept, grad_y_TD.contiguous(), grad_x_TD, grad_weights_N, *gradients
     )
     return grad_x_TD, grad_weights_N.to(inputs.weights_N.dtype), *gradients
 
@@ -288,12 +288,12 @@ def _run_inputs(inputs: Inputs, x_TD: Tensor, weights_N: Tensor, *parameters: An
     return loop_on_cpu(x_TD, plan, weights, inputs.dtype, inputs.dropout_NF)
 
 
-def _loop_forward(inputs: Inputs, pre_activation_NH: Tensor | None) -> Tensor:
+def _loop_forward(inputs: Inputs, kept: Tensor | None) -> Tensor:
     return _run_inputs(inputs, inputs.x_TD, inputs.weights_N, *inputs.parameters)
 
 
 def _loop_backward(
-    inputs: Inputs, pre_activation_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
+    inputs: Inputs, kept: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
 ) -> Gradients:
     """Recompute the forward pass and differentiate it."""
     tensors = (inputs.x_TD, inputs.weights_N, *inputs.parameters)
@@ -364,17 +364,14 @@ _OPTIONS = "str activation, float[]? gate, bool gated, bool interleaved, ScalarT
     schema=f"({_INPUTS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
 )
 def experts(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return y_TD and the first product (N, H), with 0 rows unless `keep`."""
+    """Return y_TD and the matrix that is kept for backward, with 0 rows unless `keep`."""
     *common, keep = arguments
-    x_TD, weights_N, up_EHD, *_ = common
+    x_TD, weights_N, *_ = common
     implementation, inputs = _parse(*common)
-    pre_activation_NH = x_TD.new_zeros(
-        len(weights_N) if keep else 0, up_EHD.shape[1], dtype=inputs.dtype
-    )
-    y_TD = implementation.forward(
-        inputs, pre_activation_NH[: len(inputs.weights_N)] if keep else None
-    )
-    return y_TD, pre_activation_NH
+    num_kept, width = len(weights_N) if keep else 0, width_of_kept(*inputs.parameters)
+    kept = x_TD.new_zeros(num_kept, width, dtype=inputs.dtype)
+    y_TD = implementation.forward(inputs, kept[: len(inputs.weights_N)] if keep else None)
+    return y_TD, kept
 
 
 @torch.library.custom_op(
@@ -385,11 +382,11 @@ def experts(*arguments: Any) -> tuple[Tensor, Tensor]:
 )
 def experts_backward(grad_y_TD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, the pairs' weights and the parameters; empty if not wanted."""
-    *tensors, pre_activation_NH, activation, gate, gated, interleaved, dtype, wanted = arguments
+    *tensors, kept, activation, gate, gated, interleaved, dtype, wanted = arguments
     common = [*tensors, activation, gate, gated, interleaved, dtype]
     implementation, inputs = _parse(*common)
     num_computed = len(inputs.weights_N)
-    computed = implementation.backward(inputs, pre_activation_NH[:num_computed], grad_y_TD, wanted)
+    computed = implementation.backward(inputs, kept[:num_computed], grad_y_TD, wanted)
     grads = [
         grad if want and grad is not None else grad_y_TD.new_empty(0)
         for grad, want in zip(computed, wanted, strict=True)
@@ -419,4 +416,10 @@ def _parse(x_TD: Tensor, weights_N: Tensor, *others: Any) -> tuple[Implementatio
     return NATIVE if is_compiled(weights) else LOOP, inputs
 
 
-register(experts, experts_backward, num_tensors=NUM_GRADIENTS + 4, backend="cpu")
+register(
+    experts,
+    experts_backward,
+    num_tensors=NUM_GRADIENTS + 4,
+    backend="cpu",
+    width_of_kept=width_of_kept,
+)

@@ -28,7 +28,7 @@ from moe_ffn.kernels.triton.backward import (
 )
 from moe_ffn.kernels.triton.forward import combine_kernel, hidden_kernel, product_kernel
 
-D, F, E = 1024, 1408, 64
+D, F, E, RANK = 1024, 1408, 64, 16
 POINTERS = {
     "offsets_ptr": "*i32",
     "total_ptr": "*i32",
@@ -111,11 +111,23 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
     transposed = {"IN": 2 * F, "OUT": D, **where, **without, "out_stride": 1}
     yield "gradient of tokens", product_kernel, "bf16", transposed, launch.PRODUCT
 
+    low = {**down, "OUT": RANK}
+    yield "A of an adapter", product_kernel, "bf16", low, launch.PRODUCT
+    yield "B of an adapter", product_kernel, "bf16", {**down, "IN": RANK}, launch.PRODUCT
+    low = {**transposed, "OUT": RANK}
+    yield "gradient by B of an adapter", product_kernel, "bf16", low, launch.PRODUCT
+    low = {**transposed, "IN": RANK}
+    yield "gradient by A of an adapter", product_kernel, "bf16", low, launch.PRODUCT
+
     sizes = {"IN": D, "OUT": 2 * F, "PRECISION": "ieee"}
     up = {**sizes, "output_ids_ptr": None}
     yield "up", weight_gradient_kernel, "bf16", up, launch.WEIGHT_GRADIENT
     down = {**sizes, "IN": F, "OUT": D, "input_ids_ptr": None}
     yield "down", weight_gradient_kernel, "bf16", down, launch.WEIGHT_GRADIENT
+    low = {**up, "OUT": RANK}
+    yield "A of an adapter", weight_gradient_kernel, "bf16", low, launch.WEIGHT_GRADIENT
+    low = {**down, "IN": RANK}
+    yield "B of an adapter", weight_gradient_kernel, "bf16", low, launch.WEIGHT_GRADIENT
 
     blocks = [triton.Config({"BLOCK_O": 128, "BLOCK_K": 32}, num_warps=4)]
     yield "down", bias_gradient_kernel, "bf16", {"OUT": D}, blocks

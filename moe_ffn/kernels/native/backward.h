@@ -59,7 +59,7 @@ struct Backward {
   using U = Unit<P>;
 
   const Layer& layer;
-  const Rows kept, grad_y;  // the first product (N, H); the gradient of the result (T, D)
+  const Rows kept, grad_y;  // the first product (N, H), then A x of both adapters; the gradient of the result (T, D)
   const Gradients<P> gradients;
   const int64_t D = layer.D, F = layer.F, H = layer.H;
   const int64_t up_rank = layer.up_factors.rank, down_rank = layer.down_factors.rank;
@@ -81,12 +81,8 @@ struct Backward {
   Copies<P> copies;
   const int64_t down = copies.add(layer.down, D, false);
   const int64_t up = gradients.x ? copies.add(layer.up, H, false) : 0;
-  const size_t num_matrices = copies.matrices.size();
-  const int64_t up_a = add_copy(layer.up_factors.a, up_rank, false), up_b = add_copy(layer.up_factors.b, H, false),
-                up_a_transposed = add_copy(layer.up_factors.a, up_rank, true),
-                down_a = add_copy(layer.down_factors.a, down_rank, false),
-                down_b = add_copy(layer.down_factors.b, D, false),
-                down_a_transposed = add_copy(layer.down_factors.a, down_rank, true);
+  const int64_t up_a = add_copy(layer.up_factors.a, up_rank), up_b = add_copy(layer.up_factors.b, H),
+                down_a = add_copy(layer.down_factors.a, down_rank), down_b = add_copy(layer.down_factors.b, D);
 
   // Numbers that each row stores in each operand, and in all of them.
   const std::array<int64_t, NUM_OPERANDS> widths = operand_widths();
@@ -138,9 +134,7 @@ struct Backward {
     return wanted;
   }
 
-  int64_t add_copy(const Rows& matrix, int64_t rows, bool is_transposed) {
-    return matrix ? copies.add(matrix, rows, is_transposed) : 0;
-  }
+  int64_t add_copy(const Rows& matrix, int64_t rows) { return matrix ? copies.add(matrix, rows, false) : 0; }
 
   std::array<int64_t, NUM_OPERANDS> operand_widths() const {
     std::array<int64_t, NUM_OPERANDS> widths{};
@@ -256,18 +250,19 @@ struct Backward {
   // them, and bfloat16 always needs them, because it reads pairs of numbers.
   bool reads_in_place(int64_t e) const {
     const auto own = c10::CppTypeToScalarType<P>::value;
-    return Operand<P>::per_unit == 1 && layer.up.dtype == own && layer.down.dtype == own &&
-           layer.load(e) < COPIED_ROWS;
+    return Operand<P>::per_unit == 1 && layer.load(e) < COPIED_ROWS &&
+           std::ranges::all_of(copies.matrices, [&](const auto& each) { return each.rows.dtype == own; });
   }
 
   void copy(int64_t e, int64_t panel, U* to) const {
-    copies.copy(e, panel, reads_in_place(e) ? num_matrices : 0, to);
+    if (!reads_in_place(e)) copies.copy(e, panel, 0, to);
   }
 
-  // C (m, columns of the matrix) = A (m, K) times a matrix with K rows.
-  void times_matrix(int64_t e, const Rows& from, int64_t m, int64_t K, const P* A, const U* copy, S* C) const {
-    if (!reads_in_place(e)) return multiply<P>(m, from.width, K, A, copy, C);
-    multiply<P>(m, from.width, K, A, from.row<U>(e * K), from.width, PANEL, C);
+  // C (m, columns of the matrix) = A (m, K) times a matrix with K rows, plus C if `adds`.
+  void times_matrix(int64_t e, const Rows& from, int64_t m, int64_t K, const P* A, const U* copy, S* C,
+                    bool adds = false) const {
+    if (!reads_in_place(e)) return multiply<P>(m, from.width, K, A, copy, C, adds);
+    multiply<P>(m, from.width, K, A, from.row<U>(e * K), from.width, PANEL, C, adds);
   }
 
   // -- operands of the gradients of matrices
@@ -299,32 +294,43 @@ struct Backward {
     P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * ld_F);
     S *sums = scratch<S>(4, TILE * padded_stride<S>(std::max(F, D))), *bias = scratch<S>(11, D);
     U* pairs = scratch<U>(13, TILE * std::max({H, D, up_rank, down_rank}));
-    auto store_low_rank = [&](const P* rows, int64_t rank, U* to) {
-      into.second(rank, to, [&](int64_t r) { return rows + r * padded_stride<P>(rank); });
+    // Store A x of an adapter, which the forward pass kept from `column` on.
+    auto store_low = [&](int64_t column, int64_t rank, bool is_weighted, U* to) {
+      const int64_t ld = padded_stride<P>(rank);
+      P* low = scratch<P>(21, (TILE + 1) * ld);
+      S* buffer = scratch<S>(20, rank);
+      for (int64_t r = 0; r < m; ++r) {
+        const S* numbers = kept.read(start + r, buffer, column, rank);
+        const S w = is_weighted ? layer.weight<S>(start + r) : S(1);
+        for (int64_t i = 0; i < rank; ++i) low[r * ld + i] = P(w * numbers[i]);
+      }
+      if (odd) std::fill_n(low + m * ld, rank, P(0));
+      into.second(rank, to, [&](int64_t r) { return low + r * ld; });
+    };
+    auto low_gradient = [&](const Rows& b, int64_t rank, int64_t K, const P* rows, int64_t copy) {
+      return to_operand<P>(m, rank, 20, [&](S* C) { times_matrix(e, b, m, K, rows, matrix + copy, C); });
     };
 
     gather<P>(layer, grad_y, start, stop, dy);
     if (to[D_DOWN]) into.first(dy, D, ld_D, pairs, to[D_DOWN]);
     times_matrix(e, layer.down, m, D, dy, matrix + down, sums);
     if (down_rank) {
-      const P* d_low = multiply_to_operand<P>(m, down_rank, D, dy, matrix + down_b, 20);
+      const P* d_low = low_gradient(layer.down_factors.b, down_rank, D, dy, down_b);
       if (to[D_DOWN_LOW]) into.first(d_low, down_rank, padded_stride<P>(down_rank), pairs, to[D_DOWN_LOW]);
-      multiply<P>(m, F, down_rank, d_low, matrix + down_a, sums, true);
+      times_matrix(e, layer.down_factors.a, m, down_rank, d_low, matrix + down_a, sums, true);
     }
     const S* down_bias = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r)
       row(start + r, sums + r * padded_stride<S>(F), dy + r * ld_D, down_bias, hidden + r * ld_F, du + r * ld_H);
     if (odd) std::fill_n(hidden + m * ld_F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
     if (to[HIDDEN]) into.second(F, to[HIDDEN], [&](int64_t r) { return hidden + r * ld_F; });
-    if (to[DOWN_LOW])
-      store_low_rank(multiply_to_operand<P>(m, down_rank, F, hidden, matrix + down_a_transposed, 20), down_rank,
-                     to[DOWN_LOW]);
+    if (to[DOWN_LOW]) store_low(H + up_rank, down_rank, true, to[DOWN_LOW]);
     const P* d_low = nullptr;
-    if (up_rank) d_low = multiply_to_operand<P>(m, up_rank, H, du, matrix + up_b, 20);
+    if (up_rank) d_low = low_gradient(layer.up_factors.b, up_rank, H, du, up_b);
     if (to[D_UP_LOW]) into.first(d_low, up_rank, padded_stride<P>(up_rank), pairs, to[D_UP_LOW]);
     if (gradients.x) {
       times_matrix(e, layer.up, m, H, du, matrix + up, sums);
-      if (up_rank) multiply<P>(m, D, up_rank, d_low, matrix + up_a, sums, true);
+      if (up_rank) times_matrix(e, layer.up_factors.a, m, up_rank, d_low, matrix + up_a, sums, true);
       for (int64_t r = 0; r < m; ++r) grad_x_rows.write(start + r, sums + r * padded_stride<S>(D));
     }
     if (to[D_UP]) into.first(du, H, ld_H, pairs, to[D_UP]);
@@ -336,10 +342,7 @@ struct Backward {
         return layer.x.read(layer.token_ids[start + r], x + (1 + r % 2) * D);
       });
     }
-    if (to[UP_LOW]) {
-      gather<P>(layer, layer.x, start, stop, dy);
-      store_low_rank(multiply_to_operand<P>(m, up_rank, D, dy, matrix + up_a_transposed, 20), up_rank, to[UP_LOW]);
-    }
+    if (to[UP_LOW]) store_low(H, up_rank, false, to[UP_LOW]);
   }
 
   // Compute the weighted hidden units of row n, `hidden` (F), and the gradient of its first product, `du` (H),
@@ -348,7 +351,7 @@ struct Backward {
     using V = Vectorized<S>;
     S *buffer = scratch<S>(6, 2 * H), *value = scratch<S>(7, F), *slope = scratch<S>(8, F);
     const S w = layer.weight<S>(n);
-    const auto [gate, up] = layer.halves(kept.read(n, scratch<S>(5, H)), buffer);
+    const auto [gate, up] = layer.halves(kept.read(n, scratch<S>(5, H), 0, H), buffer);
     activate<S>(layer.activation, layer.alpha, layer.limit, gate, value, slope, F);
     const S* mask = layer.dropout ? layer.dropout.read(n, scratch<S>(9, F)) : nullptr;
     S *grads = scratch<S>(10, H), *grad_up = grads + F;

@@ -132,7 +132,7 @@ struct Forward {
   using U = Unit<P>;
 
   const Layer& layer;
-  const Rows kept, y;  // the first product (N, H), if wanted; the result (T, D)
+  const Rows kept, y;  // the first product (N, H), then A x of both adapters, if wanted; the result (T, D)
   const int64_t D = layer.D, F = layer.F, H = layer.H;
   Copies<P> copies;
   const int64_t up = copies.add(layer.up, H, true), down = copies.add(layer.down, D, true);
@@ -199,12 +199,14 @@ struct Forward {
     copies.copy(e, panel, transposes_rows(e) ? 2 : 0, to);
   }
 
-  // Add the product of rows (m, K) with an adapter, B (A x), to C (m, N).
-  void add_adapter(const Factors& factors, int64_t m, int64_t N, int64_t K, const P* rows, const U* copy,
-                   S* C) const {
+  // Add the product of the rows (m, K) from `start` on with an adapter, B (A x), to C (m, N). Keep A x in the
+  // columns from `column` on.
+  void add_adapter(const Factors& factors, int64_t start, int64_t m, int64_t N, int64_t K, const P* rows,
+                   const U* copy, S* C, int64_t column) const {
     const int64_t rank = factors.rank;
     if (!rank) return;
-    const P* low = multiply_to_operand<P>(m, rank, K, rows, copy, 8);
+    const P* low = to_operand<P>(m, rank, 8, [&](S* sums) { multiply<P>(m, rank, K, rows, copy, sums); });
+    for (int64_t r = 0; kept && r < m; ++r) kept.write(start + r, low + r * padded_stride<P>(rank), column, rank);
     multiply<P>(m, N, rank, low, copy + panels(rank) * PANEL * units<P>(K), C, true);
   }
 
@@ -215,20 +217,21 @@ struct Forward {
     S* bias = scratch<S>(5, std::max(H, D));
     gather<P>(layer, layer.x, start, stop, x);
     times_matrix(e, layer.up, H, m, x, matrix + up, sums);
-    add_adapter(layer.up_factors, m, H, D, x, matrix + up_adapter, sums);
+    add_adapter(layer.up_factors, start, m, H, D, x, matrix + up_adapter, sums, H);
     const S* added = layer.up_bias ? layer.up_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
       S* row = sums + r * padded_stride<S>(H);
       if (added)
         for (int64_t h = 0; h < H; ++h) row[h] += added[h];
-      if (kept) kept.write(start + r, row);
+      if (kept) kept.write(start + r, row, 0, H);
       layer.hidden_units(start + r, row, value);
       P* to = hidden + r * padded_stride<P>(F);
       convert(value, to, F);
       std::fill(to + F, to + padded<P>(F), P(0));
     }
     times_matrix(e, layer.down, D, m, hidden, matrix + down, sums);
-    add_adapter(layer.down_factors, m, D, F, hidden, matrix + down_adapter, sums);
+    add_adapter(layer.down_factors, start, m, D, F, hidden, matrix + down_adapter, sums,
+                H + layer.up_factors.rank);
     added = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
       S* row = sums + r * padded_stride<S>(D);
@@ -261,7 +264,7 @@ void with_product_type(ScalarType dtype, F f) {
   }
 }
 
-// Write `y` and, if given, `kept`: the first product (N, H).
+// Write `y` and, if given, `kept`: the first product (N, H), then A x of both adapters.
 void experts_forward(const Tensor& x, const Tensor& weights, const Tensor& up, const Tensor& down,
                      const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
                      const std::optional<Tensor>& up_a, const std::optional<Tensor>& up_b,

@@ -288,13 +288,14 @@ inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>*
   multiply<P>(M, N, K, A, B, PANEL, units<P>(K) * PANEL, C, adds);
 }
 
-// Return the same product as an operand of other products, with a row of zeros if they read rows in pairs.
-template <class P>
-inline const P* multiply_to_operand(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int slot) {
+// Return a product C (M, N) as an operand of other products, with a row of zeros if they read rows in pairs.
+template <class P, class F>
+inline const P* to_operand(int64_t M, int64_t N, int slot, const F& multiply_to) {
   const int64_t ld_sums = padded_stride<Sum<P>>(N), ld = padded_stride<P>(N), rows = (M + 8) / 8 * 8;
   Sum<P>* sums = scratch<Sum<P>>(slot, rows * ld_sums);
+  multiply_to(sums);
+  if constexpr (std::is_same_v<P, Sum<P>>) return sums;
   P* result = scratch<P>(slot + 1, rows * ld);
-  multiply<P>(M, N, K, A, B, sums);
   for (int64_t r = 0; r < M; ++r) {
     convert(sums + r * ld_sums, result + r * ld, N);
     std::fill(result + r * ld + N, result + r * ld + padded<P>(N), P(0));
