@@ -228,6 +228,8 @@ def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
     head_dim = attention.head_width(config.d_model)
     flat = flatten({k: v for k, v in config.to_dict().items() if k not in ("ffn", "ffn_at")})
     flat |= {"attention.num_kv_heads": attention.kv_heads, "attention.head_dim": head_dim}
+    windowed = [layer for layer, window in enumerate(config.layer_windows()) if window]
+    flat["attention.window_at"] = windowed or None
     if attention.latent is not None:
         flat["attention.latent.value_dim"] = attention.latent.value_dim or head_dim
     seen: dict[str, tuple[int, dict[str, Any]]] = {}
