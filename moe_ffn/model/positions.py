@@ -178,10 +178,15 @@ class RotaryConfig(PositionsConfig, frozen=True):
             )
 
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
-        return Rotary(self.base, self.rotated_width(head_dim), max_seq_len, self.scaling)
+        return Rotary(self, head_dim, max_seq_len)
 
     def rotated_width(self, head_dim: int) -> int:
         return int(head_dim * self.fraction)
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """Return the angle by which each pair of units turns per position, without `scaling`."""
+        width = self.rotated_width(head_dim)
+        return self.base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
 class SinusoidalConfig(PositionsConfig, frozen=True):
@@ -270,20 +275,12 @@ class Rotary(Positions):
     cos: Tensor
     sin: Tensor
 
-    def __init__(
-        self,
-        base: float,
-        width: int,
-        max_seq_len: int,
-        scaling: RotaryScalingConfig | None = None,
-    ) -> None:
+    def __init__(self, config: RotaryConfig, head_dim: int, max_seq_len: int) -> None:
         super().__init__()
-        frequencies_F = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        magnitude = 1.0
-        if scaling is not None:
-            frequencies_F = scaling.scale(frequencies_F, base)
-            magnitude = scaling.magnitude
-            self.score_factor = scaling.score_factor
+        frequencies_F, magnitude = config.frequencies(head_dim), 1.0
+        if (scaling := config.scaling) is not None:
+            frequencies_F = scaling.scale(frequencies_F, config.base)
+            magnitude, self.score_factor = scaling.magnitude, scaling.score_factor
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies_F)
         angles = repeat(angles, "s half -> s (two half)", two=2).float()
         # Not stored in checkpoints, since the config determines them.

@@ -165,6 +165,8 @@ class Family:
     """Transformers replaces the splitting rule of every tokenizer by the architecture's own."""
     llama_cpp: LlamaCpp | None = None
     """The architecture in llama.cpp; None if our GGUF files cannot have it."""
+    ignores_scaling_in_mlx: bool = False
+    """mlx-lm computes scaled rotary positions as if they were not."""
 
     @property
     def architecture(self) -> str:
@@ -277,6 +279,7 @@ FAMILIES = (
             ),
         },
         llama_cpp=LlamaCpp("llama", renormalizes=True),
+        ignores_scaling_in_mlx=True,
     ),
     Family(
         "qwen3_moe",
@@ -286,6 +289,7 @@ FAMILIES = (
         aliases={"num_local_experts": "num_experts"},
         rewrites=OUTPUT_BIAS,
         llama_cpp=LlamaCpp("qwen3moe", renormalizes=True),
+        ignores_scaling_in_mlx=True,
     ),
     Family(
         "olmoe",
@@ -398,6 +402,7 @@ FAMILIES = (
         SIGMOID_LAYER,
         aliases={"num_local_experts": "n_routed_experts"},
         rewrites={**OUTPUT_BIAS, **SEPARATE_OUTPUT},
+        llama_cpp=LlamaCpp("dots1", has_groups=False),
     ),
     Family(
         "glm4_moe",
@@ -433,6 +438,8 @@ FAMILIES = (
         SIGMOID_LAYER,
         aliases={"num_local_experts": "n_routed_experts"},
         rewrites=SEPARATE_OUTPUT,
+        llama_cpp=LlamaCpp("glm4moe", has_biases=True),
+        ignores_scaling_in_mlx=True,
     ),
     Family(
         "qwen2_moe",

@@ -69,6 +69,10 @@ class Part:
     """Returns the options of a `config.json` for ours, which an export reads back and compares."""
 
 
+YARN_IN_GGUF = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+"""Values that llama.cpp always uses, except for a few architectures."""
+
+
 @dataclass(frozen=True)
 class LlamaCpp:
     """An architecture as llama.cpp computes it, which reads fewer options than transformers."""
@@ -76,7 +80,8 @@ class LlamaCpp:
     architecture: str
     """Its name in GGUF files."""
     renormalizes: bool | None = None
-    """True if the weights of the chosen experts are divided by their sum; None without experts."""
+    """True if the weights of the chosen experts are divided by their sum; None without experts, or if both
+    are possible."""
     has_biases: bool = False
     """Attention can have biases."""
     has_head_dim: bool = True
@@ -93,6 +98,7 @@ class LlamaCpp:
         block = "sparse.experts.type" if options["sparse_layers"] else "dense.type"
         dense = options["num_layers"] - len(options["sparse_layers"])
         heads = options["attention.num_heads"] * options["attention.head_dim"]
+        scaling = options.get("positions.scaling.type")
         problems = {
             f"silu gates (swiglu), as mlx-lm does, not {options[block]},": options[block]
             != "swiglu",
@@ -107,6 +113,14 @@ class LlamaCpp:
             "attention.num_kv_heads equal to num_heads": (
                 options["attention.num_kv_heads"] != options["attention.num_heads"]
                 and not self.has_groups
+            ),
+            "attention.window: null": "attention.window" in options,
+            f"positions.scaling other than {scaling}": (
+                scaling == "llama3" and self.architecture != "llama"
+            ),
+            "positions.scaling with beta_fast: 32, beta_slow: 1 and truncate: true": (
+                scaling == "yarn"
+                and any(options[f"positions.scaling.{key}"] != v for key, v in YARN_IN_GGUF.items())
             ),
         }
         return next((problem for problem, applies in problems.items() if applies), "")
@@ -213,7 +227,8 @@ def rope(*, has_fraction: bool = False, has_score_factor: bool = False) -> Part:
             rope["partial_rotary_factor"] = options.get("positions.fraction", 1.0)
         # Transformers before version 5 and other libraries read the keys outside `rope_parameters`.
         outside = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-        return {"rope_parameters": rope, **outside, "rope_scaling": rope if scaling else None}
+        old = {**rope, "type": rope["rope_type"]} if scaling else None
+        return {"rope_parameters": rope, **outside, "rope_scaling": old}
 
     return Part(read, write)
 

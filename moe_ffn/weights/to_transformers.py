@@ -168,12 +168,28 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
     notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
     notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
     notes += [f"{path} acts only in training and is left out" for path in left_out]
+    notes += _mlx_notes(chosen, ours)
     notes += _llama_cpp_notes(chosen.family, ours)
 
     def factor(name: str) -> float:
         return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
 
     return Export(chosen.family, ours, chosen.config, chosen.written, tuple(notes), factor)
+
+
+def _mlx_notes(attempt: _Attempt, ours: Options) -> list[str]:
+    """Return notes on options that mlx-lm ignores."""
+    family = attempt.family
+    ignored = {
+        "attention.window": "attention.window" in ours,
+        "positions.scaling": family.ignores_scaling_in_mlx and "positions.scaling.type" in ours,
+        "positions.scaling.attention_factor": (
+            "attention_factor" in attempt.written["rope_parameters"]
+        ),
+    }
+    return [
+        f"mlx-lm ignores {option} in {family.model_type}" for option in ignored if ignored[option]
+    ]
 
 
 def _llama_cpp_notes(family: Family, ours: Options) -> list[str]:

@@ -390,6 +390,26 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], str]] = {
         OURS["all normalised"][0],
         "llama.cpp requires attention.num_kv_heads equal to num_heads in olmoe",
     ),
+    "window": (
+        {"attention": {**ATTENTION, "window": 7}},
+        "llama.cpp requires attention.window: null in mistral",
+    ),
+    "llama3": (
+        {"attention": HEAD_NORMS, "positions": {"type": "rope", "scaling": LLAMA3}},
+        "llama.cpp requires positions.scaling other than llama3 in qwen3",
+    ),
+    "yarn": (
+        {"positions": {"type": "rope", "scaling": {**YARN, "beta_fast": 8}}},
+        "llama.cpp requires positions.scaling with beta_fast: 32, beta_slow: 1 and truncate: true in llama",
+    ),
+    "biases of dots1": (
+        {"attention": {"num_heads": 4, "norm_qk": "head", "bias": True}, "ffn": ROUTED_BY_SIGMOID},
+        "llama.cpp requires attention.bias: false in dots1",
+    ),
+    "groups of dots1": (
+        {"attention": HEAD_NORMS, "ffn": ROUTED_BY_SIGMOID},
+        "llama.cpp requires attention.num_kv_heads equal to num_heads in dots1",
+    ),
     "eps": (
         {"attention": {"num_heads": 4, "norm_qk": "all"}, "ffn": moe()},
         "the converter of llama.cpp sets norm.eps to 1e-05; convert to a .gguf file here keeps 1e-06",
@@ -400,6 +420,27 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("options", "note"), LLAMA_CPP.values(), ids=LLAMA_CPP)
 def test_limits_of_llama_cpp_are_noted(options: dict[str, Any], note: str) -> None:
     assert choose_architecture(decoder_of(**options)).notes[-1] == note
+
+
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        ({"attention": {**ATTENTION, "window": 7}}, "attention.window in mistral"),
+        (
+            {
+                "ffn": moe(router__renormalize=True),
+                "positions": {"type": "rope", "scaling": LLAMA3},
+            },
+            "positions.scaling in mixtral",
+        ),
+        (
+            {"positions": {"type": "rope", "scaling": {**YARN, "attention_factor": 1.5}}},
+            "positions.scaling.attention_factor in llama",
+        ),
+    ],
+)
+def test_options_that_mlx_ignores_are_noted(options: dict[str, Any], ignored: str) -> None:
+    assert f"mlx-lm ignores {ignored}" in choose_architecture(decoder_of(**options)).notes
 
 
 # -- what is refused
