@@ -6,12 +6,12 @@ B batch, H heads, S sequence, D model width, d head width
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config
@@ -19,6 +19,11 @@ from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.model.cache import LayerCache
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionEncoding
+
+
+def _one_layer_as_text(value: Any) -> Any:
+    """Convert `1`, which YAML reads as a number."""
+    return str(value) if type(value) is int else value
 
 
 class LatentConfig(Config, frozen=True):
@@ -56,7 +61,7 @@ class AttentionConfig(Config, frozen=True):
     window: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Number of tokens that a token attends to: itself and the ones before it, as in Mistral 7B
     (arXiv:2310.06825); null: all."""
-    window_at: str = ":"
+    window_at: Annotated[str, BeforeValidator(_one_layer_as_text)] = ":"
     """Layers with the window, as Python slices with commas between them, such as `::2` or `0,2,5:`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an attention weight in training."""

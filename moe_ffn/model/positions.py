@@ -47,8 +47,8 @@ class PositionsConfig(TaggedConfig, frozen=True):
 class RotaryScalingConfig(TaggedConfig, frozen=True):
     """Lower frequencies of rotary positions, for sequences longer than those of an earlier training."""
 
-    factor: float = Field(default=1.0, ge=1)
-    """Longest sequence divided by that of the earlier training; frequencies are divided by up to this."""
+    factor: float = Field(ge=1)
+    """Longest sequence divided by the longest of the earlier training."""
 
     @property
     def magnitude(self) -> float:
@@ -79,8 +79,9 @@ class LinearScalingConfig(RotaryScalingConfig, frozen=True):
 
 
 class Llama3ScalingConfig(RotaryScalingConfig, frozen=True):
-    """Low frequencies are divided by `factor`, high ones are kept (Llama 3.1: `apply_scaling` in
-    github.com/meta-llama/llama-models).
+    """Low frequencies are divided by `factor`, high ones are kept, as in Llama 3.1 (arXiv:2407.21783).
+
+    The formula is `apply_scaling` of github.com/meta-llama/llama-models.
     """
 
     type: Literal["llama3"] = "llama3"
@@ -107,8 +108,9 @@ class Llama3ScalingConfig(RotaryScalingConfig, frozen=True):
 
 
 class YarnConfig(RotaryScalingConfig, frozen=True):
-    """Low frequencies are divided by `factor`, high ones are kept, and attention gets sharper (YaRN, Peng et
-    al. 2023, arXiv:2309.00071, sections 3.2-3.4).
+    """Low frequencies are divided by `factor`, high ones are kept, as in YaRN (arXiv:2309.00071).
+
+    Sections 3.2 and 3.4 hold the formulas; attention also becomes sharper.
     """
 
     type: Literal["yarn"] = "yarn"

@@ -379,6 +379,45 @@ FAMILIES = (
         rewrites=SEPARATE_OUTPUT,
     ),
     Family(
+        "qwen2_moe",
+        (
+            *UNTIED,
+            ROPE,
+            NEVER_TIED,
+            *HEADS,
+            layer_windows(lambda layer, max_layers: layer % 2 == 0 and layer < max_layers),
+            Part(
+                lambda hf: {"attention.bias": "qkv" if hf["qkv_bias"] else False},
+                lambda options: {"qkv_bias": True},
+            ),
+        ),
+        (
+            *QWEN_LAYERS,
+            same("shared_expert_intermediate_size", "sparse.shared_expert.d_ff", 1),
+            gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
+            always({"sparse.combine.type": "sigmoid_gate"}),
+        ),
+        {**QWEN, **QWEN_MOE, "num_key_value_heads": 16, "qkv_bias": True},
+        {
+            **SPARSE_LAYER,
+            **linear(
+                ffn__shared_expert__gate="mlp.shared_expert.gate_proj",
+                ffn__shared_expert__up="mlp.shared_expert.up_proj",
+                ffn__shared_expert__down="mlp.shared_expert.down_proj",
+                ffn__combine__gate="mlp.shared_expert_gate",
+            ),
+        },
+        aliases={"num_local_experts": "num_experts"},
+        rewrites={**SEPARATE_OUTPUT, **SHARED_EXPERT, **QKV_BIASES},
+        llama_cpp=LlamaCpp(
+            "qwen2moe",
+            renormalizes=False,
+            has_biases=True,
+            has_head_dim=False,
+            is_same_in_mlx=True,
+        ),
+    ),
+    Family(
         "dots1",
         (
             *UNTIED,
@@ -440,45 +479,6 @@ FAMILIES = (
         rewrites=SEPARATE_OUTPUT,
         llama_cpp=LlamaCpp("glm4moe", has_biases=True),
         ignores_scaling_in_mlx=True,
-    ),
-    Family(
-        "qwen2_moe",
-        (
-            *UNTIED,
-            ROPE,
-            NEVER_TIED,
-            *HEADS,
-            layer_windows(lambda layer, max_layers: layer % 2 == 0 and layer < max_layers),
-            Part(
-                lambda hf: {"attention.bias": "qkv" if hf["qkv_bias"] else False},
-                lambda options: {"qkv_bias": True},
-            ),
-        ),
-        (
-            *QWEN_LAYERS,
-            same("shared_expert_intermediate_size", "sparse.shared_expert.d_ff", 1),
-            gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
-            always({"sparse.combine.type": "sigmoid_gate"}),
-        ),
-        {**QWEN, **QWEN_MOE, "num_key_value_heads": 16, "qkv_bias": True},
-        {
-            **SPARSE_LAYER,
-            **linear(
-                ffn__shared_expert__gate="mlp.shared_expert.gate_proj",
-                ffn__shared_expert__up="mlp.shared_expert.up_proj",
-                ffn__shared_expert__down="mlp.shared_expert.down_proj",
-                ffn__combine__gate="mlp.shared_expert_gate",
-            ),
-        },
-        aliases={"num_local_experts": "num_experts"},
-        rewrites={**SEPARATE_OUTPUT, **SHARED_EXPERT, **QKV_BIASES},
-        llama_cpp=LlamaCpp(
-            "qwen2moe",
-            renormalizes=False,
-            has_biases=True,
-            has_head_dim=False,
-            is_same_in_mlx=True,
-        ),
     ),
     Family(
         "gpt_oss",

@@ -82,9 +82,14 @@ def test_attention_equals_the_loops(
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
 def test_a_window_equals_the_loops_and_costs_what_is_counted(window: int, causal: bool) -> None:
     module = attention(num_heads=4, num_kv_heads=2, window=window, causal=causal)
-    positions, x = RotaryConfig().build(D_MODEL, 4, 8), tokens(2, 6)
+    positions, x = RotaryConfig().build(D_MODEL, 4, 8), tokens(2, 6).requires_grad_()
     mask = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
     wanted = [naive(module, *pair, positions) for pair in zip(x, mask, strict=True)]
+    gradients = [
+        torch.autograd.grad(outputs.square().sum(), x, retain_graph=True)[0]
+        for outputs in (torch.stack(wanted), module(x, positions, mask))
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
     torch.testing.assert_close(module(x, positions, mask), torch.stack(wanted), rtol=0, atol=1e-12)
     torch.testing.assert_close(module(x[:1], positions, None)[0], wanted[0], rtol=0, atol=1e-12)
 

@@ -145,3 +145,10 @@ def test_tables_are_in_no_checkpoint(member: str) -> None:
 def test_odd_widths_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecoderConfig.model_validate(config)
+
+
+def test_frequencies_of_llama3_in_the_wrong_order_are_rejected() -> None:
+    scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 4.0}
+    message = r"low_freq_factor \(4\) must be less than high_freq_factor \(4\)"
+    with pytest.raises(ValueError, match=message):
+        PositionsConfig.model_validate({"type": "rope", "scaling": scaling})
