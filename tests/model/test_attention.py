@@ -18,9 +18,7 @@ from moe_ffn.model.positions import Positions, RotaryConfig
 D_MODEL = 16
 
 
-def attention(
-    seed: int = 0, causal: bool = True, **config: int | bool | float | str
-) -> SelfAttention:
+def attention(seed: int = 0, causal: bool = True, **config: Any) -> SelfAttention:
     torch.manual_seed(seed)
     parsed = AttentionConfig.model_validate(config)
     return SelfAttention(parsed, D_MODEL, causal, RMSNormConfig(), parsed.window).double()
@@ -61,7 +59,7 @@ def naive(module: SelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positi
 def test_attention_equals_the_loops(
     num_kv_heads: int, bias: bool | str, rotated: bool, head_dim: int
 ) -> None:
-    width = {} if head_dim == D_MODEL // 4 else {"head_dim": head_dim}
+    width: dict[str, Any] = {} if head_dim == D_MODEL // 4 else {"head_dim": head_dim}
     module = attention(num_heads=4, num_kv_heads=num_kv_heads, bias=bias, **width)
     assert (module.query.bias is not None) == bool(bias)
     assert (module.output.bias is not None) == (bias is True)

@@ -65,7 +65,7 @@ def test_scaled_angles_are_those_of_transformers(scaling: dict[str, Any]) -> Non
     names = {"type": "rope_type", "original_seq_len": "original_max_position_embeddings"}
     given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if "llama3" in scaling["type"] else {}
     given |= {names.get(key, key): value for key, value in scaling.items()}
-    theirs = LlamaConfig(rope_theta=500.0, head_dim=32, rope_parameters=given)
+    theirs: Any = LlamaConfig(head_dim=32, rope_parameters={**given, "rope_theta": 500.0})
     frequencies_F, magnitude = ROPE_INIT_FUNCTIONS[scaling["type"]](theirs)
     angles = torch.outer(torch.arange(9).float(), frequencies_F.repeat(2))
 
