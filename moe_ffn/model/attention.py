@@ -60,7 +60,7 @@ class AttentionConfig(Config, frozen=True):
     """Options of multi-head latent attention, such as `{kv_rank: 512}`; null: ordinary keys and values."""
     window: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Number of tokens that a token attends to: itself and the ones before it, as in Mistral 7B
-    (arXiv:2310.06825); null: all."""
+    (arXiv:2310.06825); null: all. With `causal: false`, as many on each side."""
     window_at: Annotated[str, BeforeValidator(_one_layer_as_text)] = ":"
     """Layers with the window, as Python slices with commas between them, such as `::2` or `0,2,5:`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)

@@ -269,9 +269,8 @@ def _write_scaling(options: Options, has_score_factor: bool) -> dict[str, Any]:
     written = {key: options[prefix + ours] for key, ours in names if prefix + ours in options}
     if has_score_factor and (mscale := options.get(f"{prefix}score_mscale")):
         written["mscale_all_dim"] = mscale
-        if (
-            written.get("attention_factor") == 1
-        ):  # as DeepSeek writes it, and other libraries read it
+        if written.get("attention_factor") == 1:
+            # DeepSeek-V3 writes equal coefficients for this, and other libraries read only these.
             written["mscale"] = mscale
             del written["attention_factor"]
     return {"rope_type": options[f"{prefix}type"], **written}
