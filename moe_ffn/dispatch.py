@@ -86,7 +86,8 @@ class Dispatcher(ABC):
     """Sends tokens to the ranks of their experts, and returns the outputs."""
 
     @abstractmethod
-    def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched: ...
+    def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched:
+        """Begin to send each token to the ranks of its experts."""
 
 
 class LocalDispatcher(Dispatcher):

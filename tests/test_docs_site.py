@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 import moe_ffn
-from moe_ffn.cli.__main__ import run
+from moe_ffn.cli.__main__ import PROGRAMS, run
 from moe_ffn.config.option_tree import Option, members_of, option_tree
 from moe_ffn.runs.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 sys.path.append(str(DOCS / "_ext"))
-from generated import with_tables  # noqa: E402
+from generated import with_generated_parts  # noqa: E402
 
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
 WRITTEN = [name for name in PAGES if not name.startswith("docs/studies/")]
@@ -208,11 +208,20 @@ def test_a_page_is_short(name: str) -> None:
     assert len(PAGES[name].read_text(encoding="utf-8").splitlines()) <= 250
 
 
-@pytest.mark.parametrize("name", ["metrics", "programs", "options/index"])
+GENERATED = [name for name in WRITTEN if "<!-- generated: " in PAGES[name].read_text("utf-8")]
+
+
+@pytest.mark.parametrize("name", GENERATED)
 def test_the_tables_in_a_page_are_those_of_the_code(name: str) -> None:
-    text = (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8")
-    assert "<!-- table: " in text
-    assert with_tables(text) == text, "`python docs/_ext/generated.py` writes the tables"
+    text = PAGES[name].read_text(encoding="utf-8")
+    assert text.count("<!-- generated: ") == text.count("<!-- end -->")
+    assert with_generated_parts(text) == text, "`python docs/_ext/generated.py` writes the tables"
+
+
+def test_the_arguments_of_each_program_are_listed_once() -> None:
+    text = "".join(PAGES[name].read_text("utf-8") for name in GENERATED)
+    listed = re.findall(r"^## moe-ffn (\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(PROGRAMS)
 
 
 # -- the site

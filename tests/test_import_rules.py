@@ -54,8 +54,8 @@ for _package, _below in {
     "studies": {"runs"},
     # Pages of one run, and pages of several as one question.
     "report": {"runs"},
-    "report of arms": {"report", "studies"},
-    "cli": {"report of arms", "interop"},
+    "report/studies": {"report", "studies"},
+    "cli": {"report/studies", "interop"},
 }.items():
     MAY_IMPORT[_package] = set().union(_below, *(MAY_IMPORT[name] for name in _below))
 MAY_IMPORT["__init__"] = FOUNDATION | {
@@ -127,10 +127,7 @@ def package_of(path: Path) -> str:
 
 
 def package_named(parts: Sequence[str]) -> str:
-    of_arms = ("arm_", "comparison_", "study_", "leaderboard", "markdown")
-    if parts[0] == "report" and len(parts) > 1 and parts[1].startswith(of_arms):
-        return "report of arms"
-    return parts[0]
+    return "report/studies" if [*parts[:2]] == ["report", "studies"] else parts[0]
 
 
 @pytest.mark.parametrize("path", sources("moe_ffn"), ids=name_of)
@@ -145,7 +142,7 @@ def test_packages_import_only_packages_below_them(path: Path) -> None:
         for target in (package_named(parts[1:]) for parts in paths if len(parts) > 1):
             allowed = target == package or target in MAY_IMPORT[package]
             # A command shows one run or several; it draws the several only when there are several.
-            allowed |= name_of(path) == "moe_ffn/report/page.py" and target == "report of arms"
+            allowed |= name_of(path) == "moe_ffn/report/page.py" and target == "report/studies"
             assert allowed, f"{name_of(path)} ({package}) must not import moe_ffn.{target}"
 
 

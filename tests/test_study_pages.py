@@ -20,9 +20,9 @@ from playwright.sync_api import Browser
 
 from moe_ffn.cli.study_page import main, require_planned
 from moe_ffn.config.yaml_files import read_config
-from moe_ffn.report.leaderboard import leaderboard
 from moe_ffn.report.plots import figures_page
-from moe_ffn.report.study_page import SUMMARY_FILE, StudyPage, study_page
+from moe_ffn.report.studies.leaderboard import leaderboard
+from moe_ffn.report.studies.study_page import SUMMARY_FILE, StudyPage, study_page
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
@@ -210,7 +210,7 @@ def test_the_readme_gives_no_number_that_its_studies_do_not() -> None:
     section = (
         README.read_text(encoding="utf-8")
         .partition("## Which block is best?")[2]
-        .partition("```")[0]
+        .partition("\n## ")[0]
     )
     lines = section.split("\n- ")[1:]
     assert len(lines) == 5

@@ -1,8 +1,8 @@
-"""Tables of the reference, made from the code.
+"""Parts of the reference that are written from the code.
 
-When the site is built, a comment such as `<!-- generated: options data -->` becomes a table. Short tables
-are in the page itself, below a comment such as `<!-- table: metrics run -->`, so that a code host shows them.
-`python docs/_ext/generated.py` writes these, and a test compares them with the code.
+They are in the pages themselves, so that a code host shows them: from a comment such as
+`<!-- generated: options data -->` to `<!-- end -->`. `python docs/_ext/generated.py` writes them, and a test
+compares them with the code.
 """
 
 from __future__ import annotations
@@ -105,22 +105,44 @@ def find(tree: Option, path: str) -> Option:
 def section(option: Option, level: int) -> Iterator[str]:
     families: list[Option] = []
     if option.family is None:
-        yield options_table(option.children(), option.path, families)
+        yield options_table(option_rows_of(option.children(), option.path, families))
     else:
-        for member, names in members_of(option.family).items():
-            listed = replace(option, value={}).options_of(member)
-            yield f"{'#' * level} {', '.join(f'`{name}`' for name in names)}\n"
-            yield f"{prose(first_sentence(member))}\n"
-            if any(child.name != "type" for child in listed):
-                yield options_table(listed, option.path, families)
+        yield from member_sections(option, families, level)
     for family in families:
         yield f"{'#' * level} `{family.path}`\n\n{prose(family.meaning)}\n"
         yield from section(family, level + 1)
 
 
-def options_table(listed: Iterable[Option], prefix: str, families: list[Option]) -> str:
-    rows = [row for option in listed for row in option_rows(option, prefix, families)]
+def member_sections(option: Option, families: list[Option], level: int) -> Iterator[str]:
+    """Options that most types of a family have, then a section for each type with its other options."""
+    assert option.family is not None
+    members = members_of(option.family)
+    rows = {
+        member: option_rows_of(replace(option, value={}).options_of(member), option.path, families)
+        for member in members
+    }
+    having = {tuple(row): {m for m in rows if row in rows[m]} for m in rows for row in rows[m]}
+    most = [found for found in having.values() if 2 * len(found) > len(members) > 2]
+    for common in dict.fromkeys(map(frozenset, most)):
+        missing = [f"`{members[member][0]}`" for member in members if member not in common]
+        but = f" but {', '.join(missing)}" if missing else ""
+        yield f"All types{but} have these options:\n"
+        yield options_table([list(row) for row, found in having.items() if found == common])
+    for member, names in members.items():
+        yield f"{'#' * level} {', '.join(f'`{name}`' for name in names)}\n"
+        yield f"{prose(first_sentence(member))}\n"
+        if own := [row for row in rows[member] if having[tuple(row)] not in most]:
+            yield options_table(own)
+
+
+def options_table(rows: Iterable[Iterable[str]]) -> str:
     return table(["option", "default", "unit", "effect"], rows)
+
+
+def option_rows_of(
+    listed: Iterable[Option], prefix: str, families: list[Option]
+) -> list[list[str]]:
+    return [row for option in listed for row in option_rows(option, prefix, families)]
 
 
 def option_rows(option: Option, prefix: str, families: list[Option]) -> Iterator[list[str]]:
@@ -201,7 +223,9 @@ def parser_of(module: str) -> Parser:
 def program(name: str) -> str:
     """Return the purpose and the options of a program."""
     module = name if "." in name else f"moe_ffn.cli.{name}"
-    parser = parser_of(module)
+    parser = parser_of(
+        "experiments.benchmark.__main__" if name == "experiments.benchmark" else module
+    )
     command = f"python -m {name}" if "." in name else f"moe-ffn {name}"
     summary = parser.description or import_module(module).__doc__ or ""
     lines = [f"## {command}", "", *description(summary)]
@@ -230,9 +254,8 @@ def program_table() -> str:
     return table(["program", "what it does"], ([f"`moe-ffn {n}`", m] for n, m in PROGRAMS.items()))
 
 
-def programs() -> str:
-    names = [*PROGRAMS, "experiments.benchmark.__main__", "experiments.overhead"]
-    return "\n".join(program(name).replace(".__main__", "") for name in names)
+def arguments(*names: str) -> str:
+    return "\n".join(program(name) for name in names)
 
 
 # -- metrics
@@ -260,36 +283,26 @@ def metrics(kind: str) -> str:
 # -- Sphinx
 
 
-KINDS: dict[str, Callable[..., str]] = {"options": options, "programs": programs}
-TABLES: dict[str, Callable[..., str]] = {
+KINDS: dict[str, Callable[..., str]] = {
+    "arguments": arguments,
     "metrics": metrics,
+    "options": options,
     "programs": program_table,
     "sections": sections,
 }
 
 
-def expand(text: str) -> str:
-    """Replace each comment by what it names."""
+def with_generated_parts(text: str) -> str:
+    """Replace what is between each pair of comments by what the first one names."""
     return re.sub(
-        r"^<!-- generated: (\w+) ?(.*?) -->$",
-        lambda found: KINDS[found[1]](*found[2].split()),
-        text,
-        flags=re.MULTILINE,
-    )
-
-
-def with_tables(text: str) -> str:
-    """Replace the table below each comment by that of the code."""
-    return re.sub(
-        r"^(<!-- table: (\w+) ?(.*?) -->\n\n)(?:\|.*\n)*\n*",
-        lambda found: f"{found[1]}{TABLES[found[2]](*found[3].split())}\n",
+        r"^(<!-- generated: (\w+) ?(.*?) -->\n\n)(?:.*\n)*?(<!-- end -->)$",
+        lambda found: f"{found[1]}{KINDS[found[2]](*found[3].split())}\n{found[4]}",
         text,
         flags=re.MULTILINE,
     )
 
 
 def on_source_read(_app: Any, docname: str, source: list[str]) -> None:
-    source[0] = expand(source[0])
     if docname == "studies/README":  # a program writes this page
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 
@@ -329,4 +342,4 @@ def setup(app: Any) -> dict[str, bool]:
 
 if __name__ == "__main__":
     for path in REFERENCE.rglob("*.md"):
-        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+        path.write_text(with_generated_parts(path.read_text(encoding="utf-8")), encoding="utf-8")

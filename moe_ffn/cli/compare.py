@@ -12,17 +12,21 @@ exit code is then 1.
 from __future__ import annotations
 
 import logging
+import math
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.config.errors import ConfigError, command, printable
-from moe_ffn.report.comparison_tables import print_comparison
 from moe_ffn.report.html import OPENING
+from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered, gather
+from moe_ffn.studies.statistics import EQUALITY_MARGIN
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +37,11 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv or ["--help"])
     check_output("--html", args.html, OPENING)
     gathered = gather(args.paths)
-    comparison = compare(gathered, args.baseline)
+    comparison = compare(gathered, args.baseline, args.margin)
     print_comparison(Console(), comparison)
     if args.html is not None:
         # Imported here, since the tables do not need plotly.
-        from moe_ffn.report.comparison_page import comparison_html
+        from moe_ffn.report.studies.comparison_page import comparison_html
 
         write_output("--html", args.html, comparison_html(gathered, comparison, args.html))
         print(f"written: {args.html}")
@@ -61,6 +65,13 @@ def _parser() -> Parser:
         help="arm to compare the other arms with (default: the study's baseline, or the first arm)",
     )
     parser.add_argument(
+        "--margin",
+        type=_nats,
+        metavar="NATS",
+        help=f"call arms equal if tests show that they differ by less (default: the study's margin, or "
+        f"{EQUALITY_MARGIN:g} nats per token)",
+    )
+    parser.add_argument(
         "--html",
         type=Path,
         metavar="FILE",
@@ -69,10 +80,19 @@ def _parser() -> Parser:
     return parser
 
 
-def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
+def _nats(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (margin := float(text)) < math.inf:
+            return margin
+    raise ArgumentTypeError(f"must be a number of nats above 0, got '{text}'")
+
+
+def compare(
+    gathered: Gathered, baseline: str | None = None, margin: float | None = None
+) -> Comparison:
     """Return the comparison; an error message includes the number of runs that are left out."""
     try:
-        return gathered.compare(baseline)
+        return gathered.compare(baseline, margin)
     except ConfigError as error:
         if not gathered.left_out:
             raise

@@ -23,8 +23,8 @@ from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, command, printable, show
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.files import write_whole
-from moe_ffn.report.leaderboard import leaderboard
-from moe_ffn.report.study_page import study_page
+from moe_ffn.report.studies.leaderboard import leaderboard
+from moe_ffn.report.studies.study_page import study_page
 from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import differing

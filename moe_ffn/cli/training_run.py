@@ -160,7 +160,7 @@ def announce_resume_point(
     custom_code.warn_if_code_changed(resume.folder)
     check_documents(resume.folder, data.documents)
     max_steps = resume.config.trainer.max_steps
-    start = find_resume_point(resume.folder, resume.own, data, module, max_steps)
+    start = find_resume_point(resume.folder, resume.saved, data, module, max_steps)
     say(start.describe(resume.folder))
     for key, (before, now) in resume.changes.items():
         say(f"{key} is {json.dumps(now)} now (was {json.dumps(before)})")

@@ -24,7 +24,7 @@ from moe_ffn.cli.sweep import share_plotly, use_threads_of_a_run
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.yaml_files import read_yaml, to_yaml, validate
 from moe_ffn.files import make_folder, write_whole
-from moe_ffn.report.comparison_tables import print_comparison
+from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.runs.config import folder_name_problem
 from moe_ffn.runs.folder import CONFIG_FILE, explaining
 from moe_ffn.studies.statistics import t_quantile
@@ -117,7 +117,7 @@ def _begin(args: Any) -> tuple[Path, Question | None]:
 def show(answer: Answer) -> None:
     """Print the answer and write its page."""
     # Imported here, since only the page needs plotly.
-    from moe_ffn.report.comparison_page import comparison_html
+    from moe_ffn.report.studies.comparison_page import comparison_html
 
     page = answer.folder / PAGE_FILE
     write_output("--name", page, comparison_html(answer.gathered, answer.comparison, page))

@@ -17,7 +17,7 @@ from moe_ffn.config.errors import ConfigError
 if TYPE_CHECKING:
     FFNConfig = TaggedConfig  # Stand-in for type checkers; `ffn/base.py` resolves the real class.
 
-Budget = Literal["total_params", "active_params", "flops_per_token"]
+CostKind = Literal["total_params", "active_params", "flops_per_token"]
 """Cost of a block, router and shared expert included."""
 
 
@@ -28,8 +28,8 @@ class MatchConfig(Config, frozen=True):
     `moe_ffn.ffn.match.solve_widths` replaces this config by a number.
     """
 
-    match: Budget
-    """Budget to make equal: all parameters, those of one token, or forward FLOPs per token."""
+    match: CostKind
+    """Cost to make equal: all parameters, those of one token, or forward FLOPs per token."""
     of: FFNConfig
     """Block with the budget to meet."""
 

@@ -21,7 +21,7 @@ _META = "meta.json"
 _DIGEST = "sha256"
 """Key of the digest of all other keys."""
 
-_SEALED_NS = 946_684_800 * 10**9
+_WRITTEN_NS = 946_684_800 * 10**9
 """Modification time that `seal` sets, 2000-01-01; a later write changes it."""
 
 _ABANDONED_SECONDS = 86_400
@@ -72,7 +72,7 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
         "sizes": {path.name: path.stat().st_size for path in paths},
     }
     for path in paths:
-        os.utime(path, ns=(_SEALED_NS, _SEALED_NS))
+        os.utime(path, ns=(_WRITTEN_NS, _WRITTEN_NS))
     write_json(folder / _META, {**values, _DIGEST: _digest(values)})
 
 
@@ -90,7 +90,7 @@ def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
             return None
         digests = meta["files"] if only is None else {only: meta["files"][only]}
         intact = all(
-            _is_as_sealed(folder / name, meta["sizes"][name]) or sha256_of(folder / name) == digest
+            _is_unchanged(folder / name, meta["sizes"][name]) or sha256_of(folder / name) == digest
             for name, digest in digests.items()
         )
     except (OSError, KeyError):
@@ -129,7 +129,7 @@ def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _is_as_sealed(path: Path, size: int) -> bool:
+def _is_unchanged(path: Path, size: int) -> bool:
     with open_file(path) as file:
         stat = os.fstat(file.fileno())
-    return stat.st_size == size and stat.st_mtime_ns == _SEALED_NS
+    return stat.st_size == size and stat.st_mtime_ns == _WRITTEN_NS

@@ -36,10 +36,12 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     """False if an expert's output is the same for every token."""
 
     @abstractmethod
-    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts: ...
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
+        """Return `num_experts` new experts; `experts_per_token` sets the default hidden width."""
 
     @abstractmethod
-    def params_per_expert(self, d_model: int, experts_per_token: float) -> int: ...
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
+        """Return the number of parameters of one expert, without shared ones."""
 
     @abstractmethod
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:

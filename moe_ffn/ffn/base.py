@@ -76,7 +76,7 @@ class RouterInfo:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The experts of a block: their config and its `build` arguments."""
+    """Config and number of a block's experts, from which their size and cost follow."""
 
     config: ExpertsConfig
     num_experts: int
@@ -147,10 +147,12 @@ class FFNConfig(TaggedConfig, frozen=True):
         return unsupported
 
     @abstractmethod
-    def build(self, d_model: int) -> FFNBlock: ...
+    def build(self, d_model: int) -> FFNBlock:
+        """Return a new block for tokens of width `d_model`."""
 
     @abstractmethod
-    def num_params(self, d_model: int) -> int: ...
+    def num_params(self, d_model: int) -> int:
+        """Return the number of parameters of the block that `build` returns."""
 
     def num_active_params(self, d_model: int) -> int:
         """Return the mean number of parameters that one token uses."""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from moe_ffn.config.base import MAX_COUNT, Config, require_count
 from moe_ffn.config.errors import ConfigError, explain
-from moe_ffn.config.sizes import Budget, MatchConfig
+from moe_ffn.config.sizes import CostKind, MatchConfig
 from moe_ffn.ffn.base import FFNConfig
 
 MAX_MISMATCH = 0.02
@@ -19,7 +19,7 @@ MAX_MISMATCH = 0.02
 _MULTIPLE, _MULTIPLE_TOLERANCE = 8, 0.005
 """Kernels are faster with multiples of 8, so a multiple is preferred if its cost is within 0.5 %."""
 
-_UNITS: dict[Budget, str] = {
+_UNITS: dict[CostKind, str] = {
     "total_params": "parameters",
     "active_params": "active parameters",
     "flops_per_token": "FLOPs per token",
@@ -32,7 +32,7 @@ class WidthMatch:
 
     options: tuple[str, ...]
     """Dotted paths of the options with this width."""
-    budget: Budget
+    budget: CostKind
     width: int
     wanted: int
     """Cost of the other block."""

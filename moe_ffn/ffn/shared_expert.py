@@ -20,7 +20,8 @@ class CombineConfig(TaggedConfig, frozen=True):
     """Rule that adds the shared expert's output to the routed output."""
 
     @abstractmethod
-    def build(self, d_model: int, experts_per_token: float) -> Combine: ...
+    def build(self, d_model: int, experts_per_token: float) -> Combine:
+        """Return a module that weights both outputs."""
 
     def num_params(self, d_model: int) -> int:
         return 0

@@ -1,9 +1,8 @@
 """Figures, tables and pages of one or more runs, which `moe_ffn.runs.reader` reads.
 
 A run         page.py, run_summary.py (texts), figures.py, layout_figures.py, dashboard.py (wandb)
-Many runs     comparison_page.py, comparison_tables.py, arm_figures.py
-A study       study_page.py, study_fits.py, arm_sizes.py; leaderboard.py ranks the arms of all studies
+Many runs     studies/
 A text        trace.py and trace_view.py (experts of each token), expert_tokens.py (tokens of each expert)
 Units         inspect/
-Shared        html.py and templates/, plots.py and drawing.py (plotly), markdown.py
+Shared        html.py and templates/, plots.py and drawing.py (plotly)
 """

@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 from moe_ffn.config.errors import printable
 from moe_ffn.files import write_whole
 from moe_ffn.model.decoder import short_name
+from moe_ffn.runs.json_files import finite
 
 OPENING = "<!doctype html>"
 """Beginning of every page."""
@@ -45,12 +46,6 @@ def write_page(path: Path, html: str) -> None:
 def layer_title(name: str) -> str:
     """Return the title of a layer: `layer 3 inner` for `layer_03/inner`."""
     return f"layer {short_name(name)}"
-
-
-def finite(value: Any) -> float | None:
-    """Return the value if it is a finite number; None otherwise."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
 
 
 def number(value: Any, form: str = ".4f") -> str:

@@ -53,7 +53,7 @@ def report_html(
 
     reload_every = reload_every if any(run.is_running for run in runs) else None
     if len(runs) > 1:
-        from moe_ffn.report.comparison_page import html_of_runs
+        from moe_ffn.report.studies.comparison_page import html_of_runs
 
         return html_of_runs(runs, output, reload_every)
     return render_plots(

@@ -15,8 +15,8 @@ from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report.html import NONE, finite, number
-from moe_ffn.runs.json_files import AlarmLine
+from moe_ffn.report.html import NONE, number
+from moe_ffn.runs.json_files import AlarmLine, finite
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.training.config import AlarmsConfig

@@ -16,7 +16,7 @@ from moe_ffn.routing.base import (
     LinearRouter,
     LinearRouterConfig,
     Router,
-    comparable,
+    rankable_tokens,
     routing_of_pairs,
 )
 
@@ -48,25 +48,25 @@ class BalancedAssignmentRouter(LinearRouter):
         scores_TE = logits_TE.sigmoid()
         expert_ids_T = logits_TE.detach().nan_to_num(nan=0.0).argmax(dim=-1)
         if self.training:
-            comparable_T = comparable(logits_TE, context.mask)
+            rankable_T = rankable_tokens(logits_TE, context.mask)
             function = assign_operator if needs_static_shapes(x_TD) else assign_comparable
-            expert_ids_T = function(logits_TE.detach(), expert_ids_T, comparable_T)
+            expert_ids_T = function(logits_TE.detach(), expert_ids_T, rankable_T)
         expert_ids_T1 = expert_ids_T.unsqueeze(-1)
         weights_T1 = scores_TE.gather(-1, expert_ids_T1)
         return routing_of_pairs(weights_T1, expert_ids_T1, logits_TE, scores_TE, context)
 
 
-def assign_comparable(values_TE: Tensor, expert_ids_T: Tensor, comparable_T: Tensor) -> Tensor:
-    """Return int64 (T,): `assign` for the tokens in `comparable_T`, `expert_ids_T` for all others."""
+def assign_comparable(values_TE: Tensor, expert_ids_T: Tensor, rankable_T: Tensor) -> Tensor:
+    """Return int64 (T,): `assign` for the tokens in `rankable_T`, `expert_ids_T` for all others."""
     expert_ids_T = expert_ids_T.clone()
-    expert_ids_T[comparable_T] = assign(values_TE[comparable_T])
+    expert_ids_T[rankable_T] = assign(values_TE[rankable_T])
     return expert_ids_T
 
 
 @torch.library.custom_op("moe_ffn::assign", mutates_args=())
-def assign_operator(values_TE: Tensor, expert_ids_T: Tensor, comparable_T: Tensor) -> Tensor:
+def assign_operator(values_TE: Tensor, expert_ids_T: Tensor, rankable_T: Tensor) -> Tensor:
     """Run `assign_comparable` as one operator of a graph, because its loop depends on the data."""
-    return assign_comparable(values_TE, expert_ids_T, comparable_T)
+    return assign_comparable(values_TE, expert_ids_T, rankable_T)
 
 
 @assign_operator.register_fake

@@ -68,7 +68,8 @@ class RouterConfig(TaggedConfig, frozen=True):
         """Raise ValueError if the router cannot serve `num_experts` experts."""
 
     @abstractmethod
-    def build(self, d_model: int, num_experts: int) -> Router: ...
+    def build(self, d_model: int, num_experts: int) -> Router:
+        """Return a new router of `num_experts` experts for tokens of width `d_model`."""
 
     @abstractmethod
     def experts_per_token(self, num_experts: int) -> float:
@@ -82,7 +83,8 @@ class RouterConfig(TaggedConfig, frozen=True):
         return self.experts_per_token(num_experts)
 
     @abstractmethod
-    def num_params(self, d_model: int, num_experts: int) -> int: ...
+    def num_params(self, d_model: int, num_experts: int) -> int:
+        """Return the number of parameters of the router that `build` returns."""
 
     @abstractmethod
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
@@ -154,7 +156,7 @@ class LinearRouterConfig(RouterConfig, frozen=True):
 
 
 class MeanKConfig(RouterConfig, frozen=True):
-    """A router with an option for the mean number of experts per token; many routers give all tokens k."""
+    """A router whose option `k` is the mean number of experts per token; most give every token exactly k."""
 
     k: float = Field(default=2.0, gt=0)
     """Experts per token, on average."""
@@ -181,7 +183,7 @@ class LinearTopKConfig(MeanKConfig, LinearRouterConfig, frozen=True):
 
 
 class Router(nn.Module, ABC):
-    """Chooses experts for tokens. It counts nothing: statistics come from the `Routing` that it returns."""
+    """Chooses the experts of each token. It stores no statistics: losses and metrics read the `Routing`."""
 
     replays: ClassVar[bool] = False
     """True if the router uses `TokenContext.expert_ids` instead of its own choice."""
@@ -445,7 +447,7 @@ def routing_of_pairs(
     )
 
 
-def comparable(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+def rankable_tokens(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
     """Return bool (T,), True for tokens that may be ranked against each other: real, with finite logits.
 
     Otherwise padding or a token with NaN could displace other tokens.

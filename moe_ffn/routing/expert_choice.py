@@ -19,8 +19,8 @@ from moe_ffn.routing.base import (
     LinearRouterConfig,
     MeanKConfig,
     Router,
-    comparable,
     constant_weight_error,
+    rankable_tokens,
 )
 
 
@@ -77,13 +77,13 @@ class ExpertChoiceRouter(LinearRouter):
         sequence_length = context.sequence_length or num_tokens
         group_size = max(sequence_length if self.config.among == "sequence" else num_tokens, 1)
 
-        comparable_T = comparable(logits_TE, context.mask)
-        ranking_TE = scores_TE.detach().masked_fill(~comparable_T.unsqueeze(-1), -1)
+        rankable_T = rankable_tokens(logits_TE, context.mask)
+        ranking_TE = scores_TE.detach().masked_fill(~rankable_T.unsqueeze(-1), -1)
         ranking_BES = rearrange(ranking_TE, "(b s) e -> b e s", s=group_size)
         token_ids_BEC = ranking_BES.topk(ceil_of_share(group_size, self.share), dim=-1).indices
         num_groups, _, num_listed = token_ids_BEC.shape
         # Padding is listed last and not chosen, so that shapes do not depend on it.
-        num_comparable_B = rearrange(comparable_T, "(b s) -> b s", s=group_size).sum(dim=-1)
+        num_comparable_B = rearrange(rankable_T, "(b s) -> b s", s=group_size).sum(dim=-1)
         num_chosen_B = ceil_of_share(num_comparable_B, self.share)
         ranks_C = torch.arange(num_listed, device=x_TD.device)
         chosen_BC = ranks_C < num_chosen_B.unsqueeze(-1)

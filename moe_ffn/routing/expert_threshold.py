@@ -21,7 +21,7 @@ from moe_ffn.routing.base import (
     LinearRouterConfig,
     MeanKConfig,
     Router,
-    comparable,
+    rankable_tokens,
     routing_of_pairs,
 )
 
@@ -98,13 +98,13 @@ class ExpertThresholdRouter(LinearRouter):
         The sum over batches thus gives their mean threshold, weighted by tokens.
         """
         logits_TE = routing.require("logits_TE", "router.type 'expert_threshold'").detach()
-        comparable_T = comparable(logits_TE, routing.mask_T)
+        rankable_T = rankable_tokens(logits_TE, routing.mask_T)
         num_listed = ceil_of_share(len(logits_TE), self.share)
         if num_listed == 0:
             return self.threshold_E.new_zeros(len(self.threshold_E) + 1, dtype=torch.float64)
-        ranking_TE = logits_TE.masked_fill(~comparable_T.unsqueeze(-1), -torch.inf)
+        ranking_TE = logits_TE.masked_fill(~rankable_T.unsqueeze(-1), -torch.inf)
         largest_CE = ranking_TE.topk(num_listed, dim=0).values
-        num_tokens = comparable_T.sum()
+        num_tokens = rankable_T.sum()
         last = (ceil_of_share(num_tokens, self.share) - 1).clamp(min=0)
         # In float64, so that after the division the token at the threshold still reaches it.
         cutoff_E = largest_CE[last].double()

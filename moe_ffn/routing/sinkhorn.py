@@ -18,7 +18,7 @@ from moe_ffn.routing.base import (
     LinearRouter,
     LinearTopKConfig,
     Router,
-    comparable,
+    rankable_tokens,
     routing_of_pairs,
 )
 
@@ -55,10 +55,10 @@ class SinkhornRouter(LinearRouter):
         scores_TE = logits_TE.sigmoid() if config.k == 1 else logits_TE.softmax(dim=-1)
         ranking_TE = scores_TE.detach()
         if self.training:
-            comparable_T = comparable(logits_TE, context.mask)
+            rankable_T = rankable_tokens(logits_TE, context.mask)
             function = sinkhorn_operator if needs_static_shapes(x_TD) else sinkhorn
             ranking_TE = function(
-                logits_TE.detach(), comparable_T, config.tolerance, config.max_iterations
+                logits_TE.detach(), rankable_T, config.tolerance, config.max_iterations
             )
         expert_ids_TK = ranking_TE.topk(config.k, dim=-1).indices
         weights_TK = scores_TE.gather(-1, expert_ids_TK)

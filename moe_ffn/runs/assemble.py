@@ -41,10 +41,10 @@ from moe_ffn.training.monitoring.loggers import AlarmLog, MetricsFile, wandb_log
 from moe_ffn.training.monitoring.progress import progress_display
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.stopping import (
-    EarlyStoppingByOptions,
+    ResumableEarlyStopping,
+    SignalListener,
     StepTimer,
     StopOnRequest,
-    StopRequest,
     ending_at_once,
 )
 from moe_ffn.training.sampling import run_prompt
@@ -126,7 +126,7 @@ def make_callbacks(
         StepLogger(config.logging, rules, AlarmLog(folder / ALARMS_FILE)),
         ValidationLogger(),
         checkpoints,
-        StopOnRequest(StopRequest(), checkpoints),
+        StopOnRequest(SignalListener(), checkpoints),
         ProfileReport(),
     )
 
@@ -151,7 +151,7 @@ def build_trainer(
     if options.early_stopping is not None:
         stopping = options.early_stopping
         callbacks.append(
-            EarlyStoppingByOptions(
+            ResumableEarlyStopping(
                 "validation/loss", patience=stopping.patience, min_delta=stopping.min_delta
             )
         )

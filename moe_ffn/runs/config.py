@@ -119,8 +119,8 @@ class Resume:
     config: TrainConfig
     changes: Mapping[str, tuple[Any, Any]]
     """Options that differ from those in the folder: dotted key -> (value before, value now)."""
-    own: TrainConfig
-    """The options in the folder."""
+    saved: TrainConfig
+    """Options that the run began with, from its folder."""
 
 
 def saved_config(path: Path) -> TrainConfig:

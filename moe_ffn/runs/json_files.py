@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,6 +16,12 @@ from moe_ffn.training.monitoring.json_lines import Line
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Value = float | None | list[float | None] | list[list[float | None]]
 """A metric: one number, one per expert, or one per pair of experts; None if not finite."""
+
+
+def finite(value: Any) -> float | None:
+    """Return the value if it is a finite number; None otherwise."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
 
 
 class JsonFile(BaseModel):

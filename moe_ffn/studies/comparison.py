@@ -1,4 +1,4 @@
-"""Comparison of arms: losses with intervals, differences from a baseline, and cost."""
+"""Comparison of the arms of a study: losses with intervals, differences from a baseline, and cost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.differences import option_differences, require_comparable, require_same_options
 from moe_ffn.studies.result import RunResult, first_at
 from moe_ffn.studies.statistics import (
+    EQUALITY_MARGIN,
     MIN_SEEDS,
     SMALL_DIFFERENCE,
-    Difference,
     Interval,
     Over,
+    PairedDifference,
     bootstrap_interval,
     mean_interval,
     paired_differences,
@@ -42,7 +43,7 @@ class TimeToBaseline:
 
 @dataclass(frozen=True)
 class Arm:
-    """The runs of an arm and their statistics."""
+    """An arm of a study: runs that differ only in their seed, and their statistics."""
 
     name: str
     results: Sequence[RunResult]
@@ -51,7 +52,7 @@ class Arm:
     """Arm that this arm is compared with; None for a baseline."""
     differs: Sequence[str] = ()
     """Options that differ from the base arm, one line each."""
-    difference: Difference | None = None
+    difference: PairedDifference | None = None
     """Difference from the base arm; None if they share no seed that allows one."""
     reached: TimeToBaseline | None = None
     timed_step_seconds: float | None = None
@@ -256,6 +257,7 @@ class Comparison:
         arms: Sequence[str] = (),
         step_seconds: Mapping[str, float] | None = None,
         question: str = "",
+        margin: float = EQUALITY_MARGIN,
     ) -> Comparison:
         """Compare finished runs.
 
@@ -265,6 +267,7 @@ class Comparison:
                 each arm is compared with that arm at the same grid values.
             arms: names in the order to show; other arms follow in the order of the runs.
             step_seconds: arm -> seconds of a step, if measured separately from the runs.
+            margin: largest difference that counts as equality, in nats per token.
 
         Raises:
             ConfigError: the runs differ in data, tokenizer or validation windows; runs of one arm differ in
@@ -291,7 +294,8 @@ class Comparison:
         by_name = {arm.name: arm for arm in plain}
         pairs = [(arm, by_name[arm.base]) for arm in plain if arm.base]
         paired = paired_differences(
-            {arm.name: (arm.losses, base.losses) for arm, base in pairs if arm.task == base.task}
+            {arm.name: (arm.losses, base.losses) for arm, base in pairs if arm.task == base.task},
+            margin,
         )
         compared = [
             replace(
@@ -345,7 +349,7 @@ def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
     return {arm: base if base in known - {arm} else None for arm, base in bases.items()}
 
 
-def _over_windows(arm: Arm, base: Arm) -> Difference | None:
+def _over_windows(arm: Arm, base: Arm) -> PairedDifference | None:
     """Compare the single seed that both arms share, window by window; None without one."""
     if arm is base or arm.task != base.task:
         return None
@@ -355,7 +359,7 @@ def _over_windows(arm: Arm, base: Arm) -> Difference | None:
         gaps = [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
         if len(gaps) > 1:
             interval = bootstrap_interval(gaps)
-            return Difference(interval.value, "windows", len(gaps), interval)
+            return PairedDifference(interval.value, "windows", len(gaps), interval)
     return None
 
 
@@ -391,8 +395,15 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
             )
         return f"{arm.name} is {better} than {baseline} {size} {where}: no conclusion about other seeds."
     seen = f"{found.num_pairs} seeds, p {p_text(found.p_value)}"
+    equality = f"{found.margin:g} nats per token"
     if found.is_claimed:
-        return f"{arm.name} is {better} than {baseline} {size} ({seen})."
+        but = f"; still, they are equal within {equality}" if found.is_equal else ""
+        return f"{arm.name} is {better} than {baseline} {size} ({seen}){but}."
+    if found.is_equal:
+        return (
+            f"{arm.name} equals {baseline} within {equality}: {signed} ({found.num_pairs} seeds, two "
+            f"one-sided tests, p {p_text(found.p_equal)})."
+        )
     small = f"with 80 % power, these seeds detect {found.detectable:.4f}"
     if found.seeds_needed and found.seeds_needed > found.num_pairs:
         small += f", and about {enough} {SMALL_DIFFERENCE:g}"
@@ -401,7 +412,11 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
             f"{arm.name} may be {better} than {baseline}, {signed} ({seen} after Holm's correction); "
             f"{small}."
         )
-    return f"{arm.name}: no difference from {baseline} seen, {signed} ({seen}); {small}."
+    return (
+        f"{arm.name}: neither a difference from {baseline} nor equality within {equality} is shown, {signed} "
+        f"({found.num_pairs} seeds; p {p_text(found.p_value)} for a difference, {p_text(found.p_equal)} for "
+        f"equality); {small}."
+    )
 
 
 def _alone(arm: Arm) -> str:

@@ -19,6 +19,7 @@ from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.runs.config import TrainConfig, folder_name_problem
 from moe_ffn.runs.folder import named_run_folder, output_dir
 from moe_ffn.studies.budget import Budget
+from moe_ffn.studies.statistics import EQUALITY_MARGIN
 
 STUDY_FILE = "study.yaml"
 """File with the planned study, in the folder of its runs."""
@@ -104,6 +105,8 @@ class StudyConfig(Config, frozen=True):
     baseline: str | None = None
     """Arm to compare the other arms with. With a grid it may be a name from `arms`: then each arm is compared
     with that arm at the same grid values."""
+    equality_margin: float = Field(default=EQUALITY_MARGIN, gt=0)
+    """Nats per token: arms are equal if tests show that they differ by less. Set it before the runs."""
     training_flops: float | None = Field(default=None, gt=0)
     """Training FLOPs of every run, from which trainer.max_steps is computed, to the nearest step."""
     initial_flops: float | None = Field(default=None, gt=0)

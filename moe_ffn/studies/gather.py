@@ -22,6 +22,7 @@ from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
 from moe_ffn.studies.differences import few_words, identity
 from moe_ffn.studies.result import RESULTS_FILE, ROW_KEYS, RunResult, add_results, lines_of, natural
+from moe_ffn.studies.statistics import EQUALITY_MARGIN
 
 TIMING_FILE = "timing.json"
 """File in the folder of a study: arm -> seconds of a step, measured on an otherwise idle machine."""
@@ -49,11 +50,12 @@ class Gathered:
     timing_files: Sequence[Path] = ()
     """Timing files of the studies; see `TIMING_FILE`."""
 
-    def compare(self, baseline: str | None = None) -> Comparison:
+    def compare(self, baseline: str | None = None, margin: float | None = None) -> Comparison:
         """Return the comparison of the results, with the arms, baseline and question of their study.
 
         Args:
             baseline: arm to compare the others with; by default the study's baseline.
+            margin: largest difference that counts as equality, in nats per token; by default the study's.
 
         Raises:
             ConfigError: the results are not comparable, or there is no such arm.
@@ -65,6 +67,7 @@ class Gathered:
             arms=study.arm_names if study else (),
             step_seconds=self.step_seconds,
             question=study.question if study else "",
+            margin=margin or (study.equality_margin if study else EQUALITY_MARGIN),
         )
         notes = [*found.notes, *self._missing_runs()]
         if baseline is None and len(self.baselines) > 1:

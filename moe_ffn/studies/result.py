@@ -20,6 +20,7 @@ from moe_ffn.config.option_tree import flatten
 from moe_ffn.files import read_bytes, write_whole
 from moe_ffn.model.decoder import is_inner
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, reading
+from moe_ffn.runs.json_files import finite
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies.budget import Budget, Cost
@@ -312,7 +313,7 @@ def first_at(xs: Sequence[float], ys: Sequence[float], y: float) -> float | None
 def _layer_mean(run: Run, key: str) -> float | None:
     """Return the mean of a metric in the last validation over layers that have it, without nested blocks."""
     layers = [metrics for layer, metrics in run.validated.items() if not is_inner(layer)]
-    values = [value for metrics in layers if (value := _finite(metrics.get(key))) is not None]
+    values = [value for metrics in layers if (value := finite(metrics.get(key))) is not None]
     return _rounded(fmean(values)) if values else None
 
 
@@ -325,15 +326,10 @@ def _date(path: Path) -> str | None:
 
 
 def _median(values: Iterable[float]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return median(finite) if finite else None
-
-
-def _finite(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    known = [value for value in values if math.isfinite(value)]
+    return median(known) if known else None
 
 
 def _rounded(value: Any, digits: int = 5) -> float | None:
-    finite = _finite(value)
-    return None if finite is None else round(finite, digits)
+    number = finite(value)
+    return None if number is None else round(number, digits)

@@ -24,8 +24,10 @@ SIGNIFICANT = 0.05
 """Significance level: a difference is claimed if its p-value after Holm's correction is below it."""
 MIN_SEEDS = 3
 """Minimum number of seeds for an interval; with two it would extend 12.7 standard errors to each side."""
+EQUALITY_MARGIN = 0.02
+"""Nats per token: a smaller difference counts as equality, unless a study or the user sets another margin."""
 SMALL_DIFFERENCE = 0.05
-"""Nats per token: a difference worth finding, for which `Difference.seeds_needed` is computed."""
+"""Nats per token: a difference worth finding, for which `PairedDifference.seeds_needed` is computed."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -66,7 +68,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """An arm's loss minus the baseline's, in nats per token, pair by pair; below 0 the arm is better."""
 
     mean: float
@@ -81,15 +83,25 @@ class Difference:
     """Smallest difference that would be detected, by `detectable_difference` at Holm's strictest level."""
     seeds_needed: int | None = None
     """Number of seeds that would detect `SMALL_DIFFERENCE`, at the same level; None over windows."""
+    margin: float = EQUALITY_MARGIN
+    """Largest difference that counts as equality, in nats per token."""
+    p_equal: float | None = None
+    """`equality_p_value` after Holm's correction; None where `p_value` is."""
 
     @property
     def is_claimed(self) -> bool:
         return self.p_value is not None and self.p_value < SIGNIFICANT
 
+    @property
+    def is_equal(self) -> bool:
+        """Return true if the difference is shown to be smaller than the margin, in either direction."""
+        return self.p_equal is not None and self.p_equal < SIGNIFICANT
+
 
 def paired_differences(
     arms: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]],
-) -> dict[str, Difference]:
+    margin: float = EQUALITY_MARGIN,
+) -> dict[str, PairedDifference]:
     """Compare each arm with its baseline by Student's paired t, over two or more shared seeds.
 
     The two runs of a seed share the data order and the initial weights outside the block, so that effects of
@@ -97,6 +109,7 @@ def paired_differences(
 
     Args:
         arms: name -> (loss of each seed, loss of the baseline in each seed).
+        margin: largest difference that counts as equality, in nats per token.
     """
     shared = {
         name: [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
@@ -105,10 +118,12 @@ def paired_differences(
     paired = {name: d for name, d in shared.items() if len(d) > 1}
     tested = {name: d for name, d in paired.items() if len(d) >= MIN_SEEDS}
     p_values = dict(zip(tested, holm([_p_value(d) for d in tested.values()]), strict=True))
-    differences: dict[str, Difference] = {}
+    p_equal = holm([equality_p_value(d, margin) for d in tested.values()])
+    p_equal_values = dict(zip(tested, p_equal, strict=True))
+    differences: dict[str, PairedDifference] = {}
     for name, d in paired.items():
         sd, alpha = stdev(d), (1 - LEVEL) / len(tested if name in tested else paired)
-        differences[name] = Difference(
+        differences[name] = PairedDifference(
             fmean(d),
             "seeds",
             len(d),
@@ -116,6 +131,8 @@ def paired_differences(
             p_values.get(name),
             detectable_difference(sd, len(d), alpha=alpha) if name in tested else None,
             seeds_needed(sd, alpha=alpha),
+            margin,
+            p_equal_values.get(name),
         )
     return differences
 
@@ -126,6 +143,18 @@ def _p_value(d: Sequence[float]) -> float:
     if not error:
         return float(fmean(d) == 0)
     return float(2 * _special().stdtr(len(d) - 1, -abs(fmean(d) / error)))
+
+
+def equality_p_value(d: Sequence[float], margin: float) -> float:
+    """Return the p-value of two one-sided t-tests that the mean lies between -margin and margin.
+
+    It is the larger of the p-values against a mean of -margin or less, and of margin or more (Schuirmann
+    1987). Below 0.05, the 90 % interval of the mean lies within the margin.
+    """
+    error, distance = stdev(d) / math.sqrt(len(d)), margin - abs(fmean(d))
+    if not error:
+        return float(distance <= 0)
+    return float(_special().stdtr(len(d) - 1, -distance / error))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

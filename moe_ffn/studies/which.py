@@ -426,6 +426,11 @@ def _verdict(
     assert sparse.difference is not None
     assert sparse.difference.interval is not None
     mean, low, high = sparse.difference.interval
+    if not is_claimed and sparse.difference.is_equal:
+        return (
+            f"{sparse.name} equals {dense.name} within {sparse.difference.margin:g} nats per token, "
+            f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]. Train {dense.name}, the simpler block."
+        )
     if not is_claimed:
         return (
             f"Cannot tell {sparse.name} from {dense.name} within this time: the difference is {mean:+.4f} "

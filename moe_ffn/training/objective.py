@@ -54,6 +54,8 @@ class ObjectiveConfig(BalancingWeights, frozen=True):
 
 @dataclass(frozen=True)
 class Objective:
+    """Loss of a batch, and its terms."""
+
     total: Tensor
     """Scalar to differentiate."""
 

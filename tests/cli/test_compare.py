@@ -59,6 +59,19 @@ def test_a_study_is_compared_with_its_baseline(program: Program, study: Path) ->
     assert "600 MB" in text
 
 
+def test_the_margin_of_equality_is_that_of_the_study_or_of_the_flag(
+    program: Program, study: Path
+) -> None:
+    file = study / "study.yaml"
+    file.write_text(f"{file.read_text()}equality_margin: 0.2\n")
+    assert "they are equal within 0.2 nats per token" in " ".join(program(str(study))[1].split())
+    assert "equal" not in program(str(study), "--margin", "0.1")[1]
+    for wrong in ("0", "-1", "inf", "nan", "much"):
+        code, out, err = program(str(study), f"--margin={wrong}")
+        assert (code, out) == (2, "")
+        assert err == f"error: --margin: must be a number of nats above 0, got '{wrong}'\n"
+
+
 def test_studies_with_different_baselines_say_which_one_was_taken(
     program: Program, study: Path
 ) -> None:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn, solve_widths
-from moe_ffn.config.sizes import Budget
+from moe_ffn.config.sizes import CostKind
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.runs.config import TrainConfig
 
 DOCS = Path(__file__).parents[2] / "docs/howto/equal_budgets.md"
 D_MODEL, SEQ_LEN = 32, 24
-BUDGETS = get_args(Budget)
+BUDGETS = get_args(CostKind)
 DENSE = {"type": "dense", "d_ff": 400}
 HERE = "HERE"
 """Stands where a width is to be solved."""

@@ -66,7 +66,7 @@ MOMENTS = {
     # Called once for each group of parameters: after the first, half of them are updated.
     "update": "torch.optim.adam.adam",
     # Called with a file that is written but has no checksum and no name yet.
-    "save": "moe_ffn.training.recovery.checkpoint_file._seal",
+    "save": "moe_ffn.training.recovery.checkpoint_file._append_checksum",
 }
 
 

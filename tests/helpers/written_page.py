@@ -55,7 +55,7 @@ def without_plots(*folders: Path) -> Written:
     """The page without its plots, which take a second to draw."""
     with (
         patch("moe_ffn.report.plots.plots_of_run", return_value=NO_PLOTS),
-        patch("moe_ffn.report.comparison_page.plots_of_arms", return_value=NO_PLOTS),
+        patch("moe_ffn.report.studies.comparison_page.plots_of_arms", return_value=NO_PLOTS),
     ):
         return Written(*folders)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.report import arm_figures as functions
-from moe_ffn.report.arm_figures import axes_of
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.figures import NotMeasuredError
+from moe_ffn.report.studies import arm_figures as functions
+from moe_ffn.report.studies.arm_figures import axes_of
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.result import Curve
 from moe_ffn.studies.statistics import mean_interval

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from moe_ffn.report.comparison_page import comparison_html
 from moe_ffn.report.page import report_html
+from moe_ffn.report.studies.comparison_page import comparison_html
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather

@@ -15,8 +15,8 @@ import pytest
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import parse_yaml, validate
-from moe_ffn.report.study_fits import without_seeds
-from moe_ffn.report.study_page import StudyPage, study_page, with_row
+from moe_ffn.report.studies.fits import without_seeds
+from moe_ffn.report.studies.study_page import StudyPage, study_page, with_row
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import StudyConfig
@@ -245,7 +245,7 @@ def grain(loss_of: Callable[[int, int], float], seeds: int) -> str:
     arms = ", ".join(f"g{g}: " for g in values)
     text = f"name: grain\narms: {{{arms}}}\naxis: model.ffn.router.k\nfit: granularity"
     # Thousands of fits to resampled losses, which take a while.
-    with patch("moe_ffn.report.study_fits.fit", side_effect=ConfigError("not here")):
+    with patch("moe_ffn.report.studies.fits.fit", side_effect=ConfigError("not here")):
         return page_of(text, results)["Best granularity"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.report.comparison_tables import tables
+from moe_ffn.report.studies.comparison_tables import tables
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.comparison import Comparison, first_step_at
 from moe_ffn.studies.differences import block_of, identity, option_differences, require_same_options
@@ -93,11 +93,40 @@ def test_the_verdicts_say_what_the_intervals_allow() -> None:
     assert swiglu.startswith("swiglu is better than gelu by 0.1004 [0.09")
     assert swiglu.endswith("] nats per token (5 seeds, p < 0.001).")
     assert relu.startswith(
-        "relu: no difference from gelu seen, -0.0035 [-0.0280, +0.0210] (5 seeds"
+        "relu: neither a difference from gelu nor equality within 0.02 nats per token is shown, -0.0035 "
+        "[-0.0280, +0.0210] (5 seeds"
     )
     assert "; with 80 % power, these seeds detect 0.0" in relu
     worse = Comparison.of(gating(), baseline="swiglu").verdicts[0]
     assert worse.startswith("gelu is worse than swiglu by 0.1004 [0.09")
+
+
+@pytest.mark.parametrize(
+    ("shift", "margin", "verdict"),
+    [
+        (
+            0.0,
+            0.02,
+            "b equals a within 0.02 nats per token: +0.0000 [-0.0025, +0.0025] (3 seeds, two",
+        ),
+        (0.01, 0.02, "; still, they are equal within 0.02 nats per token."),
+        (
+            0.01,
+            0.005,
+            "b is worse than a by 0.0100 [0.0075, 0.0125] nats per token (3 seeds, p 0.0033).",
+        ),
+    ],
+)
+def test_a_verdict_claims_equality_within_its_margin(
+    shift: float, margin: float, verdict: str
+) -> None:
+    losses = {"a": [0.0, 0.0, 0.0], "b": [shift - 0.001, shift + 0.001, shift]}
+    results = [
+        make_result(arm, seed, 2.0 + loss)
+        for arm in losses
+        for seed, loss in enumerate(losses[arm])
+    ]
+    assert verdict in Comparison.of(results, margin=margin).verdicts[0]
 
 
 def test_what_holm_s_correction_takes_back_is_not_said_to_be_no_difference() -> None:

@@ -16,6 +16,7 @@ from moe_ffn.studies.statistics import (
     Interval,
     bootstrap_interval,
     detectable_difference,
+    equality_p_value,
     holm,
     mean_interval,
     paired_differences,
@@ -95,6 +96,31 @@ def test_the_seeds_needed_are_the_fewest_that_find_the_difference() -> None:
     # The published table below: 0.5 standard deviations take 34 pairs.
     assert seeds_needed(1.0, 0.5, power=0.80778 - 1e-4) == 34
     assert seeds_needed(0.0) == 3, "two have no interval, whatever their difference"
+
+
+def test_equality_is_scipy_s_two_one_sided_tests() -> None:
+    rng = random.Random(0)
+    for mean, sd in ((0.0, 0.01), (0.015, 0.01), (-0.015, 0.01), (0.03, 0.02)):
+        d = [rng.gauss(mean, sd) for _ in range(8)]
+        above = stats.ttest_1samp(d, -0.02, alternative="greater").pvalue
+        below = stats.ttest_1samp(d, 0.02, alternative="less").pvalue
+        assert equality_p_value(d, 0.02) == pytest.approx(max(above, below))
+        low, high = stats.t.interval(0.9, 7, np.mean(d), stats.sem(d))
+        assert (equality_p_value(d, 0.02) < 0.05) == (low > -0.02 and high < 0.02)
+    assert equality_p_value([0.01, 0.01, 0.01], 0.02) == 0
+    assert equality_p_value([0.02, 0.02, 0.02], 0.02) == 1, "the margin itself is no equality"
+
+
+def test_equality_is_corrected_over_the_arms() -> None:
+    d = [0.004, -0.006, 0.001, 0.002, -0.001]
+    arm = (dict(enumerate(d)), dict.fromkeys(range(5), 0.0))
+    alone = paired_differences({"a": arm}, margin=0.01)["a"]
+    one_of_three = paired_differences(dict.fromkeys("abc", arm), margin=0.01)["a"]
+    assert alone.margin == 0.01
+    assert alone.p_equal == pytest.approx(equality_p_value(d, 0.01))
+    assert one_of_three.p_equal == pytest.approx(3 * equality_p_value(d, 0.01))
+    assert alone.is_equal
+    assert not paired_differences({"a": arm}, margin=0.002)["a"].is_equal
 
 
 def test_holm_s_correction_by_hand() -> None:

@@ -185,6 +185,15 @@ def test_a_difference_that_the_time_does_not_show_says_what_time_would(tmp_path:
     )
 
 
+def test_blocks_that_are_equal_within_the_margin_are_said_to_be(tmp_path: Path) -> None:
+    found = answer(question(), tmp_path, last_round([0.004, -0.003, 0.002, -0.004, 0.001]))
+    assert found.chosen.name == "gelu"
+    assert found.comparison.verdicts[0] == (
+        "moe_8_top2 equals gelu within 0.02 nats per token, +0.0000 [-0.0042, +0.0042]. Train gelu, the "
+        "simpler block."
+    )
+
+
 def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Path) -> None:
     ends = [0.05, 0.06, 0.04, 0.05, 0.05]
     found = answer(question(), tmp_path, last_round(ends, at_half=0.1))

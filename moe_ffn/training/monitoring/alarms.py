@@ -70,7 +70,7 @@ def summarize_alarms(alarms: Iterable[Alarm]) -> Iterator[tuple[Alarm, str]]:
         yield first, f"{first}{also}"
 
 
-class Advises(Protocol):
+class AlarmAdviser(Protocol):
     """Advice for each kind of alarm."""
 
     def against(self, kind: AlarmKind, layer: str | None) -> str:
@@ -142,7 +142,7 @@ class AlarmRules(Checkpointed):
 
     in_checkpoint = ("_losses",)
 
-    def __init__(self, config: AlarmsConfig, advice: Advises) -> None:
+    def __init__(self, config: AlarmsConfig, advice: AlarmAdviser) -> None:
         self.config = config
         self.advice = advice
         self._losses: deque[float] = deque(maxlen=ROWS_OF_MEDIAN)

@@ -55,7 +55,7 @@ _SHARDS = "shards"
 _FOLDER_NAME = re.compile(r"[0-9a-f]{16}\.shards")
 
 _LABEL = b"sha256:"
-_SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
+_CHECKSUM_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
 _SHARDS_LABEL = re.compile(rb"shards:(%s) \Z" % _FOLDER_NAME.pattern.encode())
 _SHARDS_LABEL_BYTES = len("shards:0123456789abcdef.shards ")
 _NO_COMMENT = struct.pack("<H", 0)
@@ -122,7 +122,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
-        _seal(file, values.get(_SHARDS))
+        _append_checksum(file, values.get(_SHARDS))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def verify(path: Path) -> None:
     """
     with _explaining():
         with open_file(path) as file:
-            _require_seal(file)
+            _require_checksum(file)
             shards = _shards_named_in(file)
         if shards:
             _verify_shards(_load(path)[_SHARDS], path.parent)
@@ -187,31 +187,31 @@ def _explaining() -> Iterator[None]:
 
 def _load(path: Path) -> dict[str, Any]:
     with open_file(path) as file:
-        _require_seal(file)
+        _require_checksum(file)
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
 # -- the comment of the archive
 
 
-def _seal(file: BinaryIO, shards: Any) -> None:
+def _append_checksum(file: BinaryIO, shards: Any) -> None:
     """Write the archive's comment: the shard folder, if any, and the digest of all bytes before it."""
     label = b"shards:%s " % shards["folder"].encode() if shards else b""
     file.seek(-len(_NO_COMMENT), 2)
     if file.read() != _NO_COMMENT:
         raise RuntimeError("torch.save wrote an archive that does not end in an empty comment")
     file.seek(-len(_NO_COMMENT), 2)
-    file.write(struct.pack("<H", len(label) + _SEAL_BYTES) + label)
+    file.write(struct.pack("<H", len(label) + _CHECKSUM_BYTES) + label)
     digest = _digest(file, file.tell())
     file.write(_LABEL + digest)
 
 
-def _require_seal(file: BinaryIO) -> None:
+def _require_checksum(file: BinaryIO) -> None:
     """Raise CheckpointError unless a file matches its checksum; seek back to the beginning."""
     size = file.seek(0, 2)
     if size == 0:
         raise CheckpointError("is empty")
-    file.seek(max(size - _SEAL_BYTES, 0))
+    file.seek(max(size - _CHECKSUM_BYTES, 0))
     seal = file.read()
     if not seal.startswith(_LABEL):
         raise CheckpointError("does not end in its checksum: it was cut short, or is no checkpoint")
@@ -222,7 +222,7 @@ def _require_seal(file: BinaryIO) -> None:
 
 def _shards_named_in(file: BinaryIO) -> str | None:
     """Return the name of a checkpoint's shard folder without reading its values; None without shards."""
-    file.seek(max(file.seek(0, 2) - _SEAL_BYTES - _SHARDS_LABEL_BYTES, 0))
+    file.seek(max(file.seek(0, 2) - _CHECKSUM_BYTES - _SHARDS_LABEL_BYTES, 0))
     match = _SHARDS_LABEL.fullmatch(file.read(_SHARDS_LABEL_BYTES))
     return match[1].decode() if match else None
 

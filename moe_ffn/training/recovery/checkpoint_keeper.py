@@ -37,7 +37,7 @@ from moe_ffn.training.recovery.guard import first_not_none
 log = logging.getLogger(__name__)
 
 
-class SealedCheckpointIO(CheckpointIO):
+class ChecksummedCheckpointIO(CheckpointIO):
     """Lightning plugin that reads and writes our checkpoint files.
 
     The error of a failed save is stored, not raised, since the other ranks wait for the rank that writes.
@@ -88,7 +88,7 @@ class CheckpointKeeper(Checkpointed, Callback):
         self.config = config
         self.validate_every_n_steps = validate_every_n_steps
         self.identity = dict(identity)
-        self.io = SealedCheckpointIO()
+        self.io = ChecksummedCheckpointIO()
         self.best_loss = float("inf")
         self.missed_loss = float("inf")
         """Lowest validation loss whose weights could not be written."""

@@ -59,7 +59,7 @@ def ending_at_once(awaited: str) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-class StopRequest:
+class SignalListener:
     """Stores a signal that asks this process to end; a second Ctrl-C ends it immediately."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class StopOnRequest(Callback):
     uninterrupted run.
     """
 
-    def __init__(self, request: StopRequest, keeper: CheckpointKeeper) -> None:
+    def __init__(self, request: SignalListener, keeper: CheckpointKeeper) -> None:
         self.request = request
         self.keeper = keeper
 
@@ -157,7 +157,7 @@ class StepTimer(Timer):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
-class EarlyStoppingByOptions(EarlyStopping):
+class ResumableEarlyStopping(EarlyStopping):
     """Early stopping whose patience a resumed run can change."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.training.recovery.checkpoint_file import newest_first, step_of
-from moe_ffn.training.recovery.stopping import Interrupted, StopOnRequest, StopRequest
+from moe_ffn.training.recovery.stopping import Interrupted, SignalListener, StopOnRequest
 from tests.helpers.fitted import MakeConfig
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -26,7 +26,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 def test_a_signal_is_reported_once(
     signum: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    request = StopRequest()
+    request = SignalListener()
     before = signal.getsignal(signum)
 
     with request.listening():
@@ -43,7 +43,7 @@ def test_a_signal_is_reported_once(
 
 
 def test_ctrl_c_again_ends_at_once() -> None:
-    with StopRequest().listening():
+    with SignalListener().listening():
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -56,7 +56,7 @@ def test_a_run_is_not_interrupted_after_its_last_step(
     step: int, should_stop: bool, ends: bool
 ) -> None:
     """A run that has made its last step comes to its end, with its results, rather than being interrupted."""
-    request, saved = StopRequest(), []
+    request, saved = SignalListener(), []
     request.signum = signal.SIGTERM
     keeper: Any = SimpleNamespace(
         is_between_steps=lambda trainer, batch: True, save=lambda trainer: saved.append(step)

@@ -11,10 +11,11 @@ from typing import Any
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.sizes import TRAINING_FLOPS
-from moe_ffn.report.arm_figures import LOSS_AXIS
-from moe_ffn.report.arm_sizes import SizedLine, over_sizes
-from moe_ffn.report.html import NONE, compact, finite
-from moe_ffn.report.markdown import markdown_table, with_interval
+from moe_ffn.report.html import NONE, compact
+from moe_ffn.report.studies.arm_figures import LOSS_AXIS
+from moe_ffn.report.studies.arm_sizes import SizedLine, over_sizes
+from moe_ffn.report.studies.markdown import markdown_table, with_interval
+from moe_ffn.runs.json_files import finite
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.crossover import Point, crossover, gaps, loss_by_flops

@@ -10,9 +10,7 @@ from urllib.parse import quote
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.metrics.table import LAYER_METRICS
-from moe_ffn.report import arm_figures, figures, run_summary
-from moe_ffn.report.arm_figures import AXES, LOSSES
-from moe_ffn.report.comparison_tables import tables, tuning_tables
+from moe_ffn.report import figures, run_summary
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.plots import (
     OPEN_MEASURES,
@@ -23,6 +21,9 @@ from moe_ffn.report.plots import (
     render_plots,
     shared_script,
 )
+from moe_ffn.report.studies import arm_figures
+from moe_ffn.report.studies.arm_figures import AXES, LOSSES
+from moe_ffn.report.studies.comparison_tables import tables, tuning_tables
 from moe_ffn.runs.folder import REPORT_FILE
 from moe_ffn.runs.reader import Run
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison

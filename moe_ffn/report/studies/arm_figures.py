@@ -1,6 +1,6 @@
 """Plotly figures of several arms, each of one or more runs.
 
-    from moe_ffn.report import arm_figures
+    from moe_ffn.report.studies import arm_figures
     from moe_ffn.studies.gather import gather
 
     comparison = gather([Path("runs/gating")]).compare()

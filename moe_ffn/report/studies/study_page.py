@@ -14,12 +14,11 @@ from typing import Any
 
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.files import read_text, write_whole
-from moe_ffn.report.arm_figures import axes_of, differences, frontier, losses, tuning
-from moe_ffn.report.comparison_tables import markdown, tables, tuning_tables
 from moe_ffn.report.html import NONE, compact, write_page
-from moe_ffn.report.markdown import markdown_row, markdown_table
 from moe_ffn.report.plots import figures_page, shared_script
-from moe_ffn.report.study_fits import (
+from moe_ffn.report.studies.arm_figures import axes_of, differences, frontier, losses, tuning
+from moe_ffn.report.studies.comparison_tables import markdown, tables, tuning_tables
+from moe_ffn.report.studies.fits import (
     FITS,
     Paragraphs,
     axis_name,
@@ -29,6 +28,7 @@ from moe_ffn.report.study_fits import (
     loss_by_all_flops,
     without_seeds,
 )
+from moe_ffn.report.studies.markdown import markdown_row, markdown_table
 from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
@@ -110,7 +110,11 @@ def study_page(
     known = {name for result in own_results for name in (result.arm, result.arm.partition(",")[0])}
     baseline = study.baseline if study.baseline in known else None
     comparison = Comparison.of(
-        own_results, baseline=baseline, arms=names, step_seconds=step_seconds
+        own_results,
+        baseline=baseline,
+        arms=names,
+        step_seconds=step_seconds,
+        margin=study.equality_margin,
     )
     arms = comparison.arms
     fitted = without_seeds(arms)

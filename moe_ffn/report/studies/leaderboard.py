@@ -11,7 +11,7 @@ from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.files import read_object
 from moe_ffn.report.html import NONE, compact, number
-from moe_ffn.report.markdown import escape_markdown, markdown_table, with_interval
+from moe_ffn.report.studies.markdown import escape_markdown, markdown_table, with_interval
 from moe_ffn.studies.comparison import Arm, Comparison, p_text
 from moe_ffn.studies.differences import VALIDATION_OPTIONS, identity
 from moe_ffn.studies.gather import gather
