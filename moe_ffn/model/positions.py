@@ -65,6 +65,7 @@ class RotaryScalingConfig(TaggedConfig, frozen=True):
         """Return the share of each frequency, 0 to 1, that is not divided by `factor`."""
 
     def scale(self, frequencies_F: Tensor, base: float) -> Tensor:
+        """Return the scaled frequencies; `base` is that of the wavelengths."""
         kept_F = self.kept(frequencies_F, base)
         return frequencies_F * (kept_F + (1 - kept_F) / self.factor)
 
