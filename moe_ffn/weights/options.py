@@ -227,8 +227,7 @@ def rope(*, has_fraction: bool = False, has_score_factor: bool = False) -> Part:
             rope["partial_rotary_factor"] = options.get("positions.fraction", 1.0)
         # Transformers before version 5 and other libraries read the keys outside `rope_parameters`.
         outside = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-        old = {**rope, "type": rope["rope_type"]} if scaling else None
-        return {"rope_parameters": rope, **outside, "rope_scaling": old}
+        return {"rope_parameters": rope, **outside, "rope_scaling": rope if scaling else None}
 
     return Part(read, write)
 
