@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -172,10 +173,11 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     kind = f"{vocab_size} x {d_model}, {'tied' if model.tie_embeddings else 'untied'}"
     output_flops = linear_flops(d_model, vocab_size)  # the lookup of an embedding has no FLOPs
     add("embeddings, output", kind, embeddings, embeddings, output_flops)
-    kind = attention.describe()
     params = attention.num_params(d_model, model.norm)
-    flops = attention.flops_per_token(d_model, seq_len, model.causal)
-    add(f"attention x {model.num_layers}", kind, params, params, flops, count=model.num_layers)
+    for window, count in Counter(model.layer_windows()).items():
+        kind = attention.describe(window)
+        flops = attention.flops_per_token(d_model, seq_len, model.causal, window)
+        add(f"attention x {count}", kind, params, params, flops, count=count)
     for ffn, layers in _equal_neighbours(model.layer_ffns()):
         span = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         params, active = ffn.num_params(d_model), ffn.num_active_params(d_model)

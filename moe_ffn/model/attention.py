@@ -5,12 +5,13 @@ B batch, H heads, S sequence, D model width, d head width
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config
@@ -18,6 +19,11 @@ from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.model.cache import LayerCache
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionEncoding
+
+
+def _one_layer_as_text(value: Any) -> Any:
+    """Convert `1`, which YAML reads as a number."""
+    return str(value) if type(value) is int else value
 
 
 class LatentConfig(Config, frozen=True):
@@ -52,6 +58,11 @@ class AttentionConfig(Config, frozen=True):
     """Add a bias to the four projections; qkv: to all but the output (Qwen2, arXiv:2407.10671)."""
     latent: LatentConfig | None = None
     """Options of multi-head latent attention, such as `{kv_rank: 512}`; null: ordinary keys and values."""
+    window: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Number of tokens that a token attends to: itself and the ones before it, as in Mistral 7B
+    (arXiv:2310.06825); null: all. With `causal: false`, as many on each side."""
+    window_at: Annotated[str, BeforeValidator(_one_layer_as_text)] = ":"
+    """Layers with the window, as Python slices with commas between them, such as `::2` or `0,2,5:`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an attention weight in training."""
 
@@ -77,16 +88,22 @@ class AttentionConfig(Config, frozen=True):
                 )
         return self
 
-    def build(self, d_model: int, causal: bool, norm: NormConfig) -> nn.Module:
-        if self.latent is not None:
-            return LatentAttention(self, self.latent, d_model, causal, norm)
-        return SelfAttention(self, d_model, causal, norm)
+    def build(
+        self, d_model: int, causal: bool, norm: NormConfig, window: int | None = None
+    ) -> nn.Module:
+        """Return a newly initialised module.
 
-    def describe(self) -> str:
-        """Return a short description for tables."""
+        Args:
+            window: the window of its layer; `DecoderConfig.layer_windows` reads `window_at`.
+        """
         if self.latent is not None:
-            return f"{self.num_heads} heads, latent of {self.latent.kv_rank}"
-        return f"{self.num_heads} heads, {self.kv_heads} key-value"
+            return LatentAttention(self, self.latent, d_model, causal, norm, window)
+        return SelfAttention(self, d_model, causal, norm, window)
+
+    def describe(self, window: int | None = None) -> str:
+        """Return a short description for tables."""
+        what = f"latent of {self.latent.kv_rank}" if self.latent else f"{self.kv_heads} key-value"
+        return f"{self.num_heads} heads, {what}" + (f", window {window}" if window else "")
 
     def head_width(self, d_model: int) -> int:
         return self.head_dim or d_model // self.num_heads
@@ -132,29 +149,81 @@ class AttentionConfig(Config, frozen=True):
         matrices = sum(linear_params(*widths, bias) for widths, bias in projections)
         return matrices + sum(map(norm.num_params, self.normed_widths(d_model)))
 
-    def flops_per_token(self, d_model: int, seq_len: int, causal: bool = True) -> int:
-        """Return forward FLOPs per token; a causal token attends to (seq_len + 1) / 2 tokens on average."""
+    def flops_per_token(
+        self, d_model: int, seq_len: int, causal: bool = True, window: int | None = None
+    ) -> int:
+        """Return forward FLOPs per token; a causal token attends to (seq_len + 1) / 2 tokens on average, or
+        fewer with a window.
+        """
         matrices = sum(linear_flops(*widths) for widths in self.projections(d_model))
         key_dim = value_dim = self.head_width(d_model)
         if self.latent is not None:
             key_dim += self.latent.rotated_dim
             # `_attend` pads values to the width of keys.
             value_dim = max(key_dim, self.latent.value_dim or value_dim)
-        attended = (seq_len + 1) / 2 if causal else seq_len
+        near = min(window or seq_len, seq_len)
+        before = near - near * (near - 1) / (2 * seq_len)  # the first tokens have fewer before them
+        attended = before if causal else 2 * before - 1
         return matrices + round(2 * self.num_heads * (key_dim + value_dim) * attended)
 
 
-class SelfAttention(nn.Module):
+class _Attention(nn.Module):
+    def __init__(self, config: AttentionConfig, causal: bool, window: int | None) -> None:
+        super().__init__()
+        self.causal = causal
+        self.window = window
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask_BS: Tensor | None, score_factor: float
+    ) -> Tensor:
+        """Return the attention output of whole sequences, (B, S, H d); arguments are (B, H, S, d)."""
+        length, width = key.shape[-2], value.shape[-1]
+        has_window = self.window is not None and self.window < length
+        has_mask = mask_BS is not None or has_window
+        if key.shape[-1] > width:
+            # Fused kernels require equal widths; other kernels need memory quadratic in the length.
+            value = F.pad(value, (0, key.shape[-1] - width))
+        attended = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=self._mask(length, mask_BS, key.device) if has_mask else None,
+            is_causal=self.causal and not has_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=score_factor / math.sqrt(key.shape[-1]),
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        return rearrange(attended[..., :width], "b h s d -> b s (h d)")
+
+    def _mask(self, length: int, mask_BS: Tensor | None, device: torch.device) -> Tensor:
+        """Return True where a token may attend, bool (B or 1, 1, S, S).
+
+        Every token may attend to itself, since the softmax of a padding token's row would otherwise be NaN.
+        """
+        positions_S = torch.arange(length, device=device)
+        distance = positions_S.unsqueeze(-1) - positions_S
+        near = distance.abs() < (self.window or length)
+        allowed = (near & (distance >= 0) if self.causal else near).unsqueeze(0)
+        if mask_BS is not None:
+            allowed = (allowed & mask_BS[:, None, :]) | (distance == 0)
+        return allowed[:, None]
+
+
+class SelfAttention(_Attention):
     """Computes softmax(q k^T / sqrt(d)) v over all tokens, or if causal, over each token and earlier ones."""
 
     def __init__(
-        self, config: AttentionConfig, d_model: int, causal: bool, norm: NormConfig
+        self,
+        config: AttentionConfig,
+        d_model: int,
+        causal: bool,
+        norm: NormConfig,
+        window: int | None = None,
     ) -> None:
-        super().__init__()
-        self.causal = causal
-        self.num_heads = config.num_heads
+        super().__init__(config, causal, window)
         self.num_kv_heads = config.kv_heads
-        self.dropout = config.dropout
         self.norms_heads = config.norm_qk == "head"
         projections = zip(config.projections(d_model), config.biases(d_model), strict=True)
         self.query, self.key, self.value, self.output = (
@@ -181,15 +250,16 @@ class SelfAttention(nn.Module):
         query = self._heads(self.query(x_BSD), self.num_heads, self.query_norm)
         key = self._heads(self.key(x_BSD), self.num_kv_heads, self.key_norm)
         value = rearrange(self.value(x_BSD), "b s (h d) -> b h s d", h=self.num_kv_heads)
-        dropout = self.dropout if self.training else 0.0
         query, key = positions.rotate(query), positions.rotate(key)
         if cache is not None:
             cached_key, cached_value = cache.extend(key, value)
             if not cache.new.is_first:
-                attended = _attend_cached(query, cached_key, cached_value, cache.new.attn_mask)
+                attn_mask = cache.new.attn_mask_within(self.window, x_BSD.device)
+                scale = positions.score_factor / math.sqrt(key.shape[-1])
+                attended = _attend_cached(query, cached_key, cached_value, attn_mask, scale)
                 return self.output(rearrange(attended, "b h s d -> b s (h d)"))
             mask_BS = None  # padding comes last, so no real token attends to it
-        return self.output(_attend(query, key, value, mask_BS, self.causal, dropout))
+        return self.output(self._attend(query, key, value, mask_BS, positions.score_factor))
 
     def _heads(self, x_BSD: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
         if norm is not None and not self.norms_heads:
@@ -198,7 +268,7 @@ class SelfAttention(nn.Module):
         return norm(x_BHSd) if norm is not None and self.norms_heads else x_BHSd
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(_Attention):
     """Multi-head latent attention: projects keys and values from one normalised latent vector per token.
 
     A key concatenates its projection from the latent vector and a rotated vector that all heads share. Scores
@@ -212,11 +282,9 @@ class LatentAttention(nn.Module):
         d_model: int,
         causal: bool,
         norm: NormConfig,
+        window: int | None = None,
     ) -> None:
-        super().__init__()
-        self.causal = causal
-        self.num_heads = config.num_heads
-        self.dropout = config.dropout
+        super().__init__(config, causal, window)
         self.head_dim = config.head_width(d_model)
         self.kv_rank = latent.kv_rank
         *query, kv_down, kv_up, output = (
@@ -244,18 +312,23 @@ class LatentAttention(nn.Module):
         if cache is not None:
             (cached,) = cache.extend(torch.cat([latent[:, None], shared_key], dim=-1))
             if not cache.new.is_first:
-                attn_mask = cache.new.attn_mask
-                return self.output(self._attend_latents(plain, rotated, cached, attn_mask))
+                attn_mask = cache.new.attn_mask_within(self.window, x_BSD.device)
+                factor = positions.score_factor
+                return self.output(self._attend_latents(plain, rotated, cached, attn_mask, factor))
             mask_BS = None  # padding comes last, so no real token attends to it
         key_value = rearrange(self.kv_up(latent), "b s (h d) -> b h s d", h=heads)
         key, value = key_value.tensor_split([self.head_dim], dim=-1)
         query = torch.cat([plain, rotated], dim=-1)
         key = torch.cat([key, shared_key.expand(-1, heads, -1, -1)], dim=-1)
-        dropout = self.dropout if self.training else 0.0
-        return self.output(_attend(query, key, value, mask_BS, self.causal, dropout))
+        return self.output(self._attend(query, key, value, mask_BS, positions.score_factor))
 
     def _attend_latents(
-        self, plain: Tensor, rotated: Tensor, cached: Tensor, attn_mask: Tensor | None
+        self,
+        plain: Tensor,
+        rotated: Tensor,
+        cached: Tensor,
+        attn_mask: Tensor | None,
+        score_factor: float,
     ) -> Tensor:
         """Return the attention of new tokens, (B, S, H d), without projecting cached latent vectors c.
 
@@ -268,33 +341,13 @@ class LatentAttention(nn.Module):
         up_HdR = rearrange(self.kv_up.weight, "(h d) r -> h d r", h=self.num_heads)
         key_HdR, value_HdR = up_HdR.tensor_split([self.head_dim], dim=1)
         query = torch.cat([plain @ key_HdR, rotated], dim=-1)
-        scale = (plain.shape[-1] + rotated.shape[-1]) ** -0.5
+        scale = score_factor / math.sqrt(plain.shape[-1] + rotated.shape[-1])
         attended = _attend_cached(query, cached, cached, attn_mask, scale)[..., : self.kv_rank]
         return rearrange(attended @ value_HdR.mT, "b h s d -> b s (h d)")
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask_BS: Tensor | None, causal: bool, dropout: float
-) -> Tensor:
-    """Return the attention output of whole sequences, (B, S, H d); arguments are (B, H, S, d)."""
-    width = value.shape[-1]
-    if key.shape[-1] > width:
-        # Fused kernels require equal widths; other kernels need memory quadratic in the length.
-        value = F.pad(value, (0, key.shape[-1] - width))
-    attended = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if mask_BS is None else attention_mask(mask_BS, causal),
-        is_causal=causal and mask_BS is None,
-        dropout_p=dropout,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
-    return rearrange(attended[..., :width], "b h s d -> b s (h d)")
-
-
 def _attend_cached(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
 ) -> Tensor:
     """Return the attention of new tokens to all cached tokens, (B, H, S, d), with grouped queries."""
     num_heads, num_new, groups = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
@@ -304,15 +357,3 @@ def _attend_cached(
         attn_mask = attn_mask.repeat(1, 1, groups, 1)
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale)
     return attended.reshape(len(attended), num_heads, num_new, attended.shape[-1])
-
-
-def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:
-    """Return the `attn_mask` of a padded batch, True where a token may attend, bool (B, 1, S, S).
-
-    Every token may attend to itself, since the softmax of a padding token's row would otherwise be NaN.
-    """
-    length = mask_BS.shape[-1]
-    ones = torch.ones(length, length, dtype=torch.bool, device=mask_BS.device)
-    diagonal = torch.eye(length, dtype=torch.bool, device=mask_BS.device)
-    allowed = ((ones.tril() if causal else ones) & mask_BS[:, None, :]) | diagonal
-    return allowed[:, None]

@@ -25,6 +25,16 @@ class NewTokens:
     attn_mask: Tensor | None
     """True where a new token may attend, bool (B or 1, 1, S, L); None if no mask is needed."""
 
+    def attn_mask_within(self, window: int | None, device: torch.device) -> Tensor | None:
+        """Return `attn_mask`, limited to the last `window` tokens up to each new one."""
+        if window is None or window >= self.end:
+            return self.attn_mask
+        positions = self.positions
+        if isinstance(positions, slice):
+            positions = torch.arange(positions.start, positions.stop, device=device).unsqueeze(0)
+        near = torch.arange(self.end, device=device) > positions.unsqueeze(-1) - window
+        return near[:, None] if self.attn_mask is None else near[:, None] & self.attn_mask
+
 
 _Call = tuple[nn.Module, int]
 """A module, and the number of its earlier calls in the same forward pass, since it may run twice."""

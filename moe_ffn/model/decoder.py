@@ -77,6 +77,7 @@ class DecoderConfig(Config, frozen=True):
                 "or set attention.head_dim"
             )
         self.positions.check_widths(self.d_model, self.head_dim)
+        self.layer_windows()
         for layer, ffn in enumerate(self.layer_ffns()):
             if self.causal and (unsupported := ffn.unsupported(UseCase(causal=True))):
                 raise ValueError(
@@ -89,6 +90,25 @@ class DecoderConfig(Config, frozen=True):
         """Width of each head that rotary positions rotate."""
         return self.attention.rotated_width(self.d_model)
 
+    def layer_windows(self) -> list[int | None]:
+        """Return the attention window of each layer; None if its tokens attend to all tokens."""
+        windowed = {
+            layer
+            for layers in self.attention.window_at.split(",")
+            for layer in self._layers_at(layers, "attention.window_at")
+        }
+        return [self.attention.window if n in windowed else None for n in range(self.num_layers)]
+
+    def _layers_at(self, layers: str, option: str) -> range:
+        """Return the layers of a Python slice; raise ValueError if there are none."""
+        found = range(self.num_layers)[parse_slice(layers, option)]
+        if not found:
+            raise ValueError(
+                f"{option} '{layers}' names none of the {self.num_layers} layers "
+                f"(0 to {self.num_layers - 1})"
+            )
+        return found
+
     def layer_ffns(self) -> list[FFNConfig]:
         """Return the feed-forward config of each layer."""
         return [ffn for _, ffn in self.ffns_by_option()]
@@ -97,13 +117,7 @@ class DecoderConfig(Config, frozen=True):
         """Return (option, config) of each layer's block; options are such as `ffn` or `ffn_at.1::2`."""
         ffns = [("ffn", self.ffn)] * self.num_layers
         for layers, ffn in self.ffn_at.items():
-            indices = range(self.num_layers)[parse_slice(layers)]
-            if not indices:
-                raise ValueError(
-                    f"ffn_at '{layers}' names none of the {self.num_layers} layers "
-                    f"(0 to {self.num_layers - 1})"
-                )
-            for index in indices:
+            for index in self._layers_at(layers, "ffn_at"):
                 ffns[index] = (f"ffn_at.{layers}", ffn)
         return ffns
 
@@ -188,8 +202,10 @@ class DecoderConfig(Config, frozen=True):
     def flops_per_token(self, vocab_size: int, seq_len: int) -> int:
         """Return the forward FLOPs of matrix products per token."""
         ffn = sum(ffn.flops_per_token(self.d_model, seq_len) for ffn in self.layer_ffns())
-        attention = self.attention.flops_per_token(self.d_model, seq_len, self.causal)
-        attention *= self.num_layers
+        attention = sum(
+            self.attention.flops_per_token(self.d_model, seq_len, self.causal, window)
+            for window in self.layer_windows()
+        )
         return ffn + attention + linear_flops(self.d_model, vocab_size)
 
     def num_norm_params(self) -> int:
@@ -239,8 +255,12 @@ def short_name(name: str) -> str:
     return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else name
 
 
-def parse_slice(text: str) -> slice:
-    """Parse `"1::2"` as a slice; `"3"` is a slice of one layer."""
+def parse_slice(text: str, option: str) -> slice:
+    """Parse `"1::2"` as a slice; `"3"` is a slice of one layer.
+
+    Args:
+        option: path of the option in messages.
+    """
     try:
         numbers = [int(part) if part.strip() else None for part in text.split(":")]
     except ValueError:
@@ -250,7 +270,7 @@ def parse_slice(text: str) -> slice:
         return slice(first, first + 1 or None)
     if len(numbers) not in (2, 3) or numbers[2:] == [0]:
         raise ValueError(
-            f"ffn_at '{text}' must be a layer or a Python slice, such as '0' or '1::2'"
+            f"{option} '{text}' must be a layer or a Python slice, such as '0' or '1::2'"
         )
     return slice(*numbers)
 
@@ -274,10 +294,10 @@ class Block(nn.Module):
     norm(x + f(x)) (Vaswani et al. 2017).
     """
 
-    def __init__(self, config: DecoderConfig, ffn: FFNConfig) -> None:
+    def __init__(self, config: DecoderConfig, ffn: FFNConfig, window: int | None) -> None:
         super().__init__()
         self.pre_norm = config.norm_placement == "pre"
-        self.attention = config.attention.build(config.d_model, config.causal, config.norm)
+        self.attention = config.attention.build(config.d_model, config.causal, config.norm, window)
         self.attention_norm = config.norm.build(config.d_model)
         self.ffn = _build_with_own_seed(ffn, config.d_model)
         self.ffn_norm = config.norm.build(config.d_model)
@@ -355,8 +375,8 @@ class Decoder(nn.Module):
         self.positions = config.positions.build(config.d_model, config.head_dim, max_seq_len)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList()
-        for ffn in config.layer_ffns():
-            block = Block(config, ffn)
+        for ffn, window in zip(config.layer_ffns(), config.layer_windows(), strict=True):
+            block = Block(config, ffn, window)
             if on_layer is not None:
                 on_layer(block)
             self.layers.append(block)

@@ -1,20 +1,21 @@
 """Position encodings: vectors that are added to embeddings, or a rotation of queries and keys.
 
-B batch, H heads, S sequence, D model width, d head width
+B batch, H heads, S sequence, D model width, d head width, F frequencies
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange, repeat
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.base import MAX_COUNT, TaggedConfig
 from moe_ffn.config.errors import Unsupported, UseCase
 
 
@@ -43,6 +44,118 @@ class PositionsConfig(TaggedConfig, frozen=True):
         """Raise ValueError if the encoding does not support the widths of a model."""
 
 
+class RotaryScalingConfig(TaggedConfig, frozen=True):
+    """Lower frequencies of rotary positions, for sequences longer than those of an earlier training."""
+
+    factor: float = Field(ge=1)
+    """Longest sequence divided by the longest of the earlier training."""
+
+    @property
+    def magnitude(self) -> float:
+        """Return the factor of cosines and sines."""
+        return 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """Return the factor of attention scores."""
+        return 1.0
+
+    @abstractmethod
+    def kept(self, frequencies_F: Tensor, base: float) -> Tensor | float:
+        """Return the share of each frequency, 0 to 1, that is not divided by `factor`."""
+
+    def scale(self, frequencies_F: Tensor, base: float) -> Tensor:
+        """Return the scaled frequencies; `base` is that of the wavelengths."""
+        kept_F = self.kept(frequencies_F, base)
+        return frequencies_F * (kept_F + (1 - kept_F) / self.factor)
+
+
+class LinearScalingConfig(RotaryScalingConfig, frozen=True):
+    """All frequencies are divided by `factor` (position interpolation, arXiv:2306.15595)."""
+
+    type: Literal["linear"] = "linear"
+
+    def kept(self, frequencies_F: Tensor, base: float) -> Tensor | float:
+        return 0.0
+
+
+class Llama3ScalingConfig(RotaryScalingConfig, frozen=True):
+    """Low frequencies are divided by `factor`, high ones are kept, as in Llama 3.1 (arXiv:2407.21783).
+
+    The formula is `apply_scaling` of github.com/meta-llama/llama-models.
+    """
+
+    type: Literal["llama3"] = "llama3"
+    original_seq_len: int = Field(default=8192, ge=1, le=MAX_COUNT)
+    """Number of tokens of the longest sequence of the earlier training."""
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    """Frequencies with at most this many turns in `original_seq_len` tokens are divided by `factor`."""
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    """Frequencies with at least this many turns are kept; those between are divided by less."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Llama3ScalingConfig:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor ({self.low_freq_factor:g}) must be less than high_freq_factor "
+                f"({self.high_freq_factor:g})"
+            )
+        return self
+
+    def kept(self, frequencies_F: Tensor, base: float) -> Tensor:
+        turns_F = self.original_seq_len * frequencies_F / (2 * math.pi)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        return ((turns_F - low) / (high - low)).clamp(0, 1)
+
+
+class YarnConfig(RotaryScalingConfig, frozen=True):
+    """Low frequencies are divided by `factor`, high ones are kept, as in YaRN (arXiv:2309.00071).
+
+    Sections 3.2 and 3.4 hold the formulas; attention also becomes sharper.
+    """
+
+    type: Literal["yarn"] = "yarn"
+    original_seq_len: int = Field(default=4096, ge=1, le=MAX_COUNT)
+    """Number of tokens of the longest sequence of the earlier training."""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """Frequencies with at least this many turns in `original_seq_len` tokens are kept."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """Frequencies with at most this many turns are divided by `factor`; those between by less."""
+    truncate: bool = True
+    """Round the two boundaries outwards to whole frequencies."""
+    attention_factor: float | None = Field(default=None, gt=0)
+    """Factor of cosines and sines; 1 + 0.1 ln(factor) by default."""
+    score_mscale: float = Field(default=0.0, ge=0)
+    """Coefficient m of DeepSeek-V3 (`mscale_all_dim`): scores are multiplied by (1 + 0.1 m ln(factor))^2."""
+
+    @property
+    def magnitude(self) -> float:
+        return yarn_mscale(self.factor) if self.attention_factor is None else self.attention_factor
+
+    @property
+    def score_factor(self) -> float:
+        return yarn_mscale(self.factor, self.score_mscale) ** 2
+
+    def kept(self, frequencies_F: Tensor, base: float) -> Tensor:
+        num_frequencies = len(frequencies_F)
+
+        def index(turns: float) -> float:
+            """Return the index of the frequency with this many turns."""
+            return num_frequencies * math.log(self.original_seq_len / (2 * math.pi * turns), base)
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * num_frequencies - 1)
+        indices_F = torch.arange(num_frequencies, dtype=frequencies_F.dtype)
+        return 1 - ((indices_F - low) / (high - low or 0.001)).clamp(0, 1)
+
+
+def yarn_mscale(factor: float, coefficient: float = 1.0) -> float:
+    """Return 1 + 0.1 m ln(factor), YaRN's equation 22 for m = 1."""
+    return 1 + 0.1 * coefficient * math.log(factor)
+
+
 class RotaryConfig(PositionsConfig, frozen=True):
     """Rotary embeddings of queries and keys (Su et al. 2021, RoFormer, arXiv:2104.09864)."""
 
@@ -50,16 +163,33 @@ class RotaryConfig(PositionsConfig, frozen=True):
     supports_cache: ClassVar[bool] = True
     base: float = Field(default=10_000.0, gt=1)
     """Base of the wavelengths, of which the longest is about 2 pi * base positions."""
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    """Fraction of each head that is rotated, such as 0.5 in GLM-4.5; the rest has no positions."""
+    scaling: RotaryScalingConfig | None = None
+    """Lower frequencies for longer sequences, such as `{type: yarn, factor: 4}`; null: none."""
 
     def check_widths(self, d_model: int, head_dim: int) -> None:
-        if head_dim % 2:
+        if self.fraction < 1 and (width := self.rotated_width(head_dim)) % 2 + (width == 0):
+            raise ValueError(
+                f"positions.fraction ({self.fraction:g}) of a head of width {head_dim} must be an even "
+                f"number of units, got {width}"
+            )
+        if self.fraction == 1 and head_dim % 2:
             raise ValueError(
                 f"positions.type 'rope' needs an even head width, got {head_dim} (attention.head_dim, by "
                 f"default d_model ({d_model}) / num_heads, or attention.latent.rotated_dim)"
             )
 
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
-        return Rotary(self.base, head_dim, max_seq_len)
+        return Rotary(self, head_dim, max_seq_len)
+
+    def rotated_width(self, head_dim: int) -> int:
+        return int(head_dim * self.fraction)
+
+    def frequencies(self, head_dim: int) -> Tensor:
+        """Return the angle by which each pair of units turns per position, without `scaling`."""
+        width = self.rotated_width(head_dim)
+        return self.base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
 class SinusoidalConfig(PositionsConfig, frozen=True):
@@ -91,6 +221,9 @@ class LearnedConfig(PositionsConfig, frozen=True):
 
 class PositionEncoding:
     """Encoding of the positions of a sequence; a subclass overrides `embed` or `rotate`."""
+
+    score_factor: float = 1.0
+    """Factor of attention scores."""
 
     def embed(self, x_BSD: Tensor) -> Tensor:
         """Add position vectors to token embeddings."""
@@ -125,29 +258,37 @@ class RotaryEncoding(PositionEncoding):
     """A rotation of queries and keys."""
 
     cos: Tensor
-    """Cosines, (S, d) or (B, 1, S, d)."""
+    """Cosines of the rotated units, (S, r) or (B, 1, S, r) with r at most d."""
     sin: Tensor
+    score_factor: float = 1.0
 
     def rotate(self, x_BHSd: Tensor) -> Tensor:
-        first, second = x_BHSd.chunk(2, dim=-1)
+        x, rest = x_BHSd.tensor_split([self.cos.shape[-1]], dim=-1)
+        first, second = x.chunk(2, dim=-1)
         rotated = torch.cat([-second, first], dim=-1)
-        return (x_BHSd * self.cos + rotated * self.sin).to(x_BHSd.dtype)
+        rotated = (x * self.cos + rotated * self.sin).to(x.dtype)
+        return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
 class Rotary(Positions):
-    """Rotates each pair (i, i + d/2) of a head by the angle position * base^(-2i/d), like Llama."""
+    """Rotates each pair (i, i + r/2) of a head's first r units by the angle position * base^(-2i/r), like
+    Llama.
+    """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, base: float, head_dim: int, max_seq_len: int) -> None:
+    def __init__(self, config: RotaryConfig, head_dim: int, max_seq_len: int) -> None:
         super().__init__()
-        frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
+        frequencies_F, magnitude = config.frequencies(head_dim), 1.0
+        if (scaling := config.scaling) is not None:
+            frequencies_F = scaling.scale(frequencies_F, config.base)
+            magnitude, self.score_factor = scaling.magnitude, scaling.score_factor
+        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies_F)
         angles = repeat(angles, "s half -> s (two half)", two=2).float()
         # Not stored in checkpoints, since the config determines them.
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("cos", angles.cos() * magnitude, persistent=False)
+        self.register_buffer("sin", angles.sin() * magnitude, persistent=False)
 
     def rotate(self, x_BHSd: Tensor) -> Tensor:
         return self.at(slice(x_BHSd.shape[-2])).rotate(x_BHSd)
@@ -155,8 +296,8 @@ class Rotary(Positions):
     def at(self, positions: slice | Tensor) -> PositionEncoding:
         cos, sin = self.cos[positions], self.sin[positions]
         if isinstance(positions, slice):
-            return RotaryEncoding(cos, sin)
-        return RotaryEncoding(cos[:, None], sin[:, None])
+            return RotaryEncoding(cos, sin, self.score_factor)
+        return RotaryEncoding(cos[:, None], sin[:, None], self.score_factor)
 
 
 class Sinusoidal(Positions):

@@ -136,7 +136,10 @@ def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
 
 def _small_model(config: TrainConfig, trial: Trial, **changes: object) -> Decoder:
     """Return a model of one layer, after one forward pass."""
-    one_layer = config.model.model_copy(update={"num_layers": 1, "ffn_at": {}, **changes})
+    attention = config.model.attention.model_copy(update={"window_at": ":"})
+    one_layer = config.model.model_copy(
+        update={"num_layers": 1, "ffn_at": {}, "attention": attention, **changes}
+    )
     decoder = one_layer.build(VOCAB_SIZE, config.data.seq_len).to(trial.device)
     if not decoder(trial.token_ids_BS()).logits.isfinite().all():
         raise trial.error("a model with it returns NaN or infinity")

@@ -184,6 +184,7 @@ def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> A
     def traced(*ffns: Any, checkpointing: Any = checkpointing) -> float:
         smaller = {
             **model.to_dict(),
+            "attention": {**model.attention.to_dict(), "window_at": ":"},
             "num_layers": len(ffns),
             "ffn": ffns[0].to_dict(),
             "ffn_at": {str(layer): ffn.to_dict() for layer, ffn in enumerate(ffns)},

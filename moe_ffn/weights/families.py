@@ -12,24 +12,25 @@ from moe_ffn.weights.options import (
     Part,
     always,
     gated,
+    layer_windows,
     only,
     read_all,
     read_equal_heads,
     read_first_dense,
     read_groups,
     read_qwen_layers,
-    read_rope,
     read_shared_experts,
     read_whole_heads,
     read_window,
     require_kv_heads,
+    rope,
     same,
     write_dense_width,
     write_first_dense,
     write_groups,
     write_qwen_layers,
-    write_rope,
     write_shared_experts,
+    write_window,
 )
 from moe_ffn.weights.rewrites import (
     OUTPUT_BIAS,
@@ -45,19 +46,17 @@ UNTIED = (
     same("num_attention_heads", "attention.num_heads"),
     same("attention_dropout", "attention.dropout"),
     same("rms_norm_eps", "norm.eps", 1e-6),
-    Part(read_rope, write_rope),
     always({"norm.type": "rms_norm"}),
 )
 TIE = same("tie_word_embeddings", "tie_embeddings")
 NEVER_TIED = Part(TIE.read, lambda options: {"tie_word_embeddings": False})
 """Reads tied embeddings too; other libraries than transformers need a separate output matrix."""
-DECODER = (*UNTIED, TIE)
+ROPE = rope()
+DECODER = (*UNTIED, ROPE, TIE)
 KV_HEADS = same("num_key_value_heads", "attention.num_kv_heads")
-HEADS = (
-    KV_HEADS,
-    same("head_dim", "attention.head_dim"),
-    Part(read_window),
-)
+HEADS = (KV_HEADS, same("head_dim", "attention.head_dim"))
+WINDOW = Part(read_window, write_window)
+LATER_WINDOWS = layer_windows(lambda layer, max_layers: layer >= max_layers)
 DENSE = (
     always({"sparse_layers": []}),
     same("intermediate_size", "dense.d_ff", 1),
@@ -73,6 +72,25 @@ ALL_SPARSE = (
     gated("sparse.experts.type"),
     K,
     SOFTMAX_TOP_K,
+)
+SIGMOID_TOP_K = (
+    Part(read_first_dense, write_first_dense),
+    DENSE_WIDTH,
+    same("n_routed_experts", "sparse.num_experts", 1),
+    same("moe_intermediate_size", "sparse.experts.d_ff", 1),
+    Part(read_shared_experts, write_shared_experts),
+    gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
+    Part(read_groups, write_groups),
+    same("routed_scaling_factor", "sparse.router.scale", 1.0),
+    K,
+    RENORMALIZE,
+    always(
+        {
+            "sparse.type": "moe",
+            "sparse.router.type": "sigmoid_top_k",
+            "sparse.router.correction_bias": True,
+        }
+    ),
 )
 QWEN_LAYERS = (
     Part(read_qwen_layers, write_qwen_layers),
@@ -114,6 +132,15 @@ SPARSE_LAYER = {
     ),
     "ffn.experts.down": stacked("mlp.experts.down_proj", "mlp.experts.{}.down_proj.weight"),
 }
+SIGMOID_LAYER = {
+    **SPARSE_LAYER,
+    **linear(
+        ffn__shared_expert__gate="mlp.shared_experts.gate_proj",
+        ffn__shared_expert__up="mlp.shared_experts.up_proj",
+        ffn__shared_expert__down="mlp.shared_experts.down_proj",
+    ),
+    "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
+}
 
 
 @dataclass(frozen=True)
@@ -138,6 +165,8 @@ class Family:
     """Transformers replaces the splitting rule of every tokenizer by the architecture's own."""
     llama_cpp: LlamaCpp | None = None
     """The architecture in llama.cpp; None if our GGUF files cannot have it."""
+    ignores_scaling_in_mlx: bool = False
+    """mlx-lm computes scaled rotary positions as if they were not."""
 
     @property
     def architecture(self) -> str:
@@ -159,10 +188,19 @@ QWEN = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
     "max_position_embeddings": 32_768,
 }
 QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
 LLAMA = {**QWEN, "num_key_value_heads": None, "max_position_embeddings": 2048, "mlp_bias": False}
+SIGMOID = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
 BIAS = same("attention_bias", "attention.bias", False)
 
 FAMILIES = (
@@ -176,8 +214,21 @@ FAMILIES = (
         llama_cpp=LlamaCpp("llama", has_biases=True),
     ),
     Family(
+        "mistral",
+        (*DECODER, *HEADS, WINDOW),
+        DENSE,
+        {
+            **QWEN,
+            "num_key_value_heads": 8,
+            "use_sliding_window": True,
+            "max_position_embeddings": 131_072,
+        },
+        DENSE_LAYER,
+        llama_cpp=LlamaCpp("llama"),
+    ),
+    Family(
         "qwen2",
-        (*DECODER, *HEADS, always({"attention.bias": "qkv"})),
+        (*DECODER, *HEADS, LATER_WINDOWS, always({"attention.bias": "qkv"})),
         DENSE,
         QWEN,
         DENSE_LAYER,
@@ -185,7 +236,7 @@ FAMILIES = (
     ),
     Family(
         "qwen3",
-        (*DECODER, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
+        (*DECODER, *HEADS, LATER_WINDOWS, BIAS, always({"attention.norm_qk": "head"})),
         DENSE,
         {**QWEN, "head_dim": 128},
         DENSE_LAYER,
@@ -194,7 +245,7 @@ FAMILIES = (
     ),
     Family(
         "mixtral",
-        (*DECODER, *HEADS),
+        (*DECODER, *HEADS, WINDOW),
         (
             *ALL_SPARSE,
             same("num_local_experts", "sparse.num_experts", 1),
@@ -207,6 +258,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "default_theta": 1e6,
             "use_sliding_window": True,
+            "sliding_window": None,
             "max_position_embeddings": 131_072,
             "num_experts_per_tok": 2,
             "num_local_experts": 8,
@@ -227,20 +279,23 @@ FAMILIES = (
             ),
         },
         llama_cpp=LlamaCpp("llama", renormalizes=True),
+        ignores_scaling_in_mlx=True,
     ),
     Family(
         "qwen3_moe",
-        (*DECODER, *HEADS, BIAS, always({"attention.norm_qk": "head"})),
+        (*DECODER, *HEADS, WINDOW, BIAS, always({"attention.norm_qk": "head"})),
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
         aliases={"num_local_experts": "num_experts"},
         rewrites=OUTPUT_BIAS,
         llama_cpp=LlamaCpp("qwen3moe", renormalizes=True),
+        ignores_scaling_in_mlx=True,
     ),
     Family(
         "olmoe",
         (
             *UNTIED,
+            ROPE,
             NEVER_TIED,
             KV_HEADS,
             Part(read_equal_heads),
@@ -268,6 +323,7 @@ FAMILIES = (
         "deepseek_v3",
         (
             *UNTIED,
+            rope(has_score_factor=True),
             NEVER_TIED,
             only("attention_bias", False),
             only("rms_norm_eps", 1e-6),  # the norms in its attention always use it
@@ -283,26 +339,10 @@ FAMILIES = (
             Part(lambda hf: {}, lambda options: {"rope_interleave": True}),
         ),
         (
-            Part(read_first_dense, write_first_dense),
-            DENSE_WIDTH,
-            same("n_routed_experts", "sparse.num_experts", 1),
-            same("moe_intermediate_size", "sparse.experts.d_ff", 1),
-            Part(read_shared_experts, write_shared_experts),
-            gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
-            Part(read_groups, write_groups),
+            *SIGMOID_TOP_K,
             # Transformers has no other; llama.cpp and mlx-lm have.
             only("scoring_func", "sigmoid"),
             only("topk_method", "noaux_tc"),
-            same("routed_scaling_factor", "sparse.router.scale", 1.0),
-            K,
-            RENORMALIZE,
-            always(
-                {
-                    "sparse.type": "moe",
-                    "sparse.router.type": "sigmoid_top_k",
-                    "sparse.router.correction_bias": True,
-                }
-            ),
         ),
         {
             **LLAMA,
@@ -317,14 +357,11 @@ FAMILIES = (
             "first_k_dense_replace": 3,
         },
         {
-            **SPARSE_LAYER,
+            **SIGMOID_LAYER,
             **linear(
                 attention__query__1="self_attn.q_a_layernorm",
                 attention__kv_norm="self_attn.kv_a_layernorm",
                 attention__kv_up="self_attn.kv_b_proj",
-                ffn__shared_expert__gate="mlp.shared_experts.gate_proj",
-                ffn__shared_expert__up="mlp.shared_experts.up_proj",
-                ffn__shared_expert__down="mlp.shared_experts.down_proj",
             ),
             "attention.query.0.weight": lambda prefix, shape, hf: (
                 named("self_attn.q_a_proj.weight")
@@ -337,7 +374,6 @@ FAMILIES = (
             "attention.kv_down.weight": rotary(
                 "self_attn.kv_a_proj_with_mqa", None, "kv_lora_rank"
             ),
-            "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
         },
         aliases={"num_local_experts": "n_routed_experts"},
         rewrites=SEPARATE_OUTPUT,
@@ -346,8 +382,10 @@ FAMILIES = (
         "qwen2_moe",
         (
             *UNTIED,
+            ROPE,
             NEVER_TIED,
             *HEADS,
+            layer_windows(lambda layer, max_layers: layer % 2 == 0 and layer < max_layers),
             Part(
                 lambda hf: {"attention.bias": "qkv" if hf["qkv_bias"] else False},
                 lambda options: {"qkv_bias": True},
@@ -378,6 +416,69 @@ FAMILIES = (
             has_head_dim=False,
             is_same_in_mlx=True,
         ),
+    ),
+    Family(
+        "dots1",
+        (
+            *UNTIED,
+            ROPE,
+            NEVER_TIED,
+            *HEADS,
+            LATER_WINDOWS,
+            BIAS,
+            always({"attention.norm_qk": "head"}),
+        ),
+        SIGMOID_TOP_K,
+        {
+            **QWEN,
+            **SIGMOID,
+            "use_sliding_window": True,
+            "max_window_layers": 62,
+            "max_position_embeddings": 2048,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
+        SIGMOID_LAYER,
+        aliases={"num_local_experts": "n_routed_experts"},
+        rewrites={**OUTPUT_BIAS, **SEPARATE_OUTPUT},
+        llama_cpp=LlamaCpp("dots1", has_groups=False),
+    ),
+    Family(
+        "glm4_moe",
+        (
+            *UNTIED,
+            rope(has_fraction=True),
+            NEVER_TIED,
+            *HEADS,
+            Part(
+                lambda hf: {"attention.bias": "qkv" if hf["attention_bias"] else False},
+                lambda options: {"attention_bias": bool(options["attention.bias"])},
+            ),
+            Part(
+                lambda hf: {"attention.norm_qk": "head" if hf["use_qk_norm"] else None},
+                lambda options: {"use_qk_norm": "attention.norm_qk" in options},
+            ),
+        ),
+        SIGMOID_TOP_K,
+        {
+            **QWEN,
+            **SIGMOID,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "max_position_embeddings": 131_072,
+            "num_nextn_predict_layers": 1,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+        },
+        SIGMOID_LAYER,
+        aliases={"num_local_experts": "n_routed_experts"},
+        rewrites=SEPARATE_OUTPUT,
+        llama_cpp=LlamaCpp("glm4moe", has_biases=True),
+        ignores_scaling_in_mlx=True,
     ),
     Family(
         "gpt_oss",
@@ -415,7 +516,7 @@ FAMILIES = (
             "ffn.experts.down": transposed("mlp.experts.down_proj"),
             "ffn.experts.down_bias": named("mlp.experts.down_proj_bias"),
         },
-        missing_features="attention sinks and sliding windows",
+        missing_features="attention sinks",
     ),
 )
 """Architectures, in order of preference for an export."""

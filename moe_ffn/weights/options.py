@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, show
+from moe_ffn.model.positions import yarn_mscale
 
 Options = Mapping[str, Any]
 """Our options: dotted path -> value."""
@@ -68,6 +69,10 @@ class Part:
     """Returns the options of a `config.json` for ours, which an export reads back and compares."""
 
 
+YARN_IN_GGUF = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+"""Values that llama.cpp always uses, except for a few architectures."""
+
+
 @dataclass(frozen=True)
 class LlamaCpp:
     """An architecture as llama.cpp computes it, which reads fewer options than transformers."""
@@ -75,7 +80,8 @@ class LlamaCpp:
     architecture: str
     """Its name in GGUF files."""
     renormalizes: bool | None = None
-    """True if the weights of the chosen experts are divided by their sum; None without experts."""
+    """True if the weights of the chosen experts are divided by their sum; None without experts, or if both
+    are possible."""
     has_biases: bool = False
     """Attention can have biases."""
     has_head_dim: bool = True
@@ -92,6 +98,7 @@ class LlamaCpp:
         block = "sparse.experts.type" if options["sparse_layers"] else "dense.type"
         dense = options["num_layers"] - len(options["sparse_layers"])
         heads = options["attention.num_heads"] * options["attention.head_dim"]
+        scaling = options.get("positions.scaling.type")
         problems = {
             f"silu gates (swiglu), as mlx-lm does, not {options[block]},": options[block]
             != "swiglu",
@@ -106,6 +113,14 @@ class LlamaCpp:
             "attention.num_kv_heads equal to num_heads": (
                 options["attention.num_kv_heads"] != options["attention.num_heads"]
                 and not self.has_groups
+            ),
+            "attention.window: null": "attention.window" in options,
+            f"positions.scaling other than {scaling}": (
+                scaling == "llama3" and self.architecture != "llama"
+            ),
+            "positions.scaling with beta_fast: 32, beta_slow: 1 and truncate: true": (
+                scaling == "yarn"
+                and any(options[f"positions.scaling.{key}"] != v for key, v in YARN_IN_GGUF.items())
             ),
         }
         return next((problem for problem, applies in problems.items() if applies), "")
@@ -168,39 +183,143 @@ def gated(*keys: str) -> Part:
     return Part(read, write)
 
 
-def read_rope(hf: HFConfig) -> Options:
-    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    rope = hf.get(name) or {}
-    if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
-        raise hf.error(f"{name} is {show(rope)}", "one mapping for all layers")
+SCALING_NAMES = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_seq_len",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+}
+"""Their option of scaled rotary positions -> ours, under `positions.scaling.`."""
+
+
+def rope(*, has_fraction: bool = False, has_score_factor: bool = False) -> Part:
+    """Map rotary positions.
+
+    Args:
+        has_fraction: the architecture can rotate a fraction of each head.
+        has_score_factor: with YaRN, `mscale_all_dim` is also a factor of attention scores.
+    """
+
+    def read(hf: HFConfig) -> Options:
+        name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+        rope = hf.get(name) or {}
+        if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
+            raise hf.error(f"{name} is {show(rope)}", "one mapping for all layers")
+        fraction = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+        if fraction not in (None, 1) and not has_fraction:
+            raise hf.error(f"partial_rotary_factor is {show(fraction)}", "1.0")
+        return {
+            "positions.type": "rope",
+            "positions.base": rope.get("rope_theta", hf.get("rope_theta", hf["default_theta"])),
+            "positions.fraction": 1.0 if fraction is None else fraction,
+            **_read_scaling(hf, name, rope, has_score_factor),
+        }
+
+    def write(options: Options) -> dict[str, Any]:
+        base = options.get("positions.base", 10_000.0)
+        scaling = _write_scaling(options, has_score_factor)
+        rope = {"rope_type": "default", **scaling, "rope_theta": base}
+        if has_fraction:
+            rope["partial_rotary_factor"] = options.get("positions.fraction", 1.0)
+        # Transformers before version 5 and other libraries read the keys outside `rope_parameters`.
+        outside = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        return {"rope_parameters": rope, **outside, "rope_scaling": rope if scaling else None}
+
+    return Part(read, write)
+
+
+def _read_scaling(
+    hf: HFConfig, name: str, rope: Mapping[str, Any], has_score_factor: bool
+) -> Options:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise hf.error(f"{name}.rope_type is {show(kind)}", "'default'")
-    for factor in (hf.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
-        if factor not in (None, 1):
-            raise hf.error(f"partial_rotary_factor is {show(factor)}", "1.0")
-    return {
-        "positions.type": "rope",
-        "positions.base": rope.get("rope_theta", hf.get("rope_theta", hf["default_theta"])),
-    }
+    if kind == "default":
+        return {}
+    supported = ("linear", "llama3", "yarn")
+    if kind not in supported:
+        given = ", ".join(map(show, ("default", *supported)))
+        raise hf.error(f"{name}.rope_type is {show(kind)}", given)
+    scaling: dict[str, Any] = {"type": kind, "factor": rope.get("factor")}
+    if kind != "linear":
+        length = hf["max_position_embeddings"]
+        scaling["original_seq_len"] = rope.get("original_max_position_embeddings") or length
+        names = SCALING_NAMES.items()
+        scaling |= {ours: rope[key] for key, ours in names if rope.get(key) is not None}
+    if kind == "yarn":
+        if scaling["factor"] is None:
+            scaling["factor"] = hf["max_position_embeddings"] / scaling["original_seq_len"]
+        mscale, of_all = (rope.get(key) or 0.0 for key in ("mscale", "mscale_all_dim"))
+        if "attention_factor" not in scaling and mscale and of_all:
+            numerator, denominator = (yarn_mscale(scaling["factor"], m) for m in (mscale, of_all))
+            scaling["attention_factor"] = numerator / denominator
+        if has_score_factor:
+            scaling["score_mscale"] = of_all
+    return {f"positions.scaling.{key}": value for key, value in scaling.items()}
 
 
-def write_rope(options: Options) -> dict[str, Any]:
-    base = options.get("positions.base", 10_000.0)
-    # Transformers before version 5 and other libraries read the second key.
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": base}, "rope_theta": base}
+def _write_scaling(options: Options, has_score_factor: bool) -> dict[str, Any]:
+    prefix = "positions.scaling."
+    if f"{prefix}type" not in options:
+        return {}
+    names = SCALING_NAMES.items()
+    written = {key: options[prefix + ours] for key, ours in names if prefix + ours in options}
+    if has_score_factor and (mscale := options.get(f"{prefix}score_mscale")):
+        written["mscale_all_dim"] = mscale
+        if written.get("attention_factor") == 1:
+            # DeepSeek-V3 writes equal coefficients for this, and other libraries read only these.
+            written["mscale"] = mscale
+            del written["attention_factor"]
+    return {"rope_type": options[f"{prefix}type"], **written}
 
 
 def read_window(hf: HFConfig) -> Options:
-    window = hf.get("sliding_window")
-    if window and hf.get("use_sliding_window", True):
-        length = hf.count("max_position_embeddings")
-        if hf.count("sliding_window") < length:
+    """Read the attention window of all layers."""
+    window = hf["sliding_window"] if hf["use_sliding_window"] else None
+    return {"attention.window": window or None}
+
+
+def write_window(options: Options) -> dict[str, Any]:
+    window = options.get("attention.window")
+    return {"sliding_window": window, "use_sliding_window": window is not None}
+
+
+def layer_windows(is_windowed: Callable[[int, int], bool]) -> Part:
+    """Map the attention window of some layers.
+
+    Args:
+        is_windowed: whether a layer has the window by default, given its number and `max_window_layers`.
+    """
+
+    def read(hf: HFConfig) -> Options:
+        options = read_window(hf)
+        types = hf.get("layer_types")
+        if options["attention.window"] is None:
+            return options
+        if types is None:
+            count = hf.count("max_window_layers", 0)
+            windowed = [layer for layer in hf.layers() if is_windowed(layer, count)]
+        elif isinstance(types, list) and {*types} <= {"full_attention", "sliding_attention"}:
+            windowed = [n for n, kind in enumerate(types) if kind == "sliding_attention"]
+        else:
             raise hf.error(
-                f"sliding_window is {show(window)}",
-                f"null, or at least max_position_embeddings ({length})",
+                f"layer_types is {show(types)}", "a list of full_attention and sliding_attention"
             )
-    return {}
+        if not windowed:
+            return {"attention.window": None}
+        return {**options, "attention.window_at": ",".join(map(str, windowed))}
+
+    def write(options: Options) -> dict[str, Any]:
+        windowed = options.get("attention.window_at")
+        if windowed is None:
+            return write_window(options)
+        layers = range(options["num_layers"])
+        kinds = ["sliding_attention" if n in windowed else "full_attention" for n in layers]
+        return {**write_window(options), "layer_types": kinds}
+
+    return Part(read, write)
 
 
 def read_whole_heads(hf: HFConfig) -> Options:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from moe_ffn.config.errors import ConfigError, install, show
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.files import kind_of, make_folder, replacing
 from moe_ffn.model.decoder import Decoder
+from moe_ffn.model.positions import RotaryConfig, RotaryScalingConfig, YarnConfig, yarn_mscale
 from moe_ffn.weights.options import LlamaCpp
 from moe_ffn.weights.pretrained import naming_failures
 from moe_ffn.weights.to_transformers import Export, choose_architecture, their_tensors
@@ -45,7 +46,7 @@ def export_gguf(decoder: Decoder, path: str | Path, tokenizer: Tokenizer) -> Exp
     gguf = _import_gguf()
     export = choose_architecture(decoder, has_tokenizer=True)
     writer = gguf.GGUFWriter(None, llama_cpp_of(export).architecture)
-    _add_options(writer, export, decoder.max_seq_len)
+    _add_options(gguf, writer, export, decoder.max_seq_len)
     _add_tokenizer(writer, tokenizer, decoder.embedding.num_embeddings)
     tensors = _tensors(gguf, decoder, export)
     for name, tensor in tensors.items():
@@ -93,16 +94,18 @@ def _import_gguf() -> Any:
         ) from error
 
 
-def _add_options(writer: Any, export: Export, max_seq_len: int) -> None:
+def _add_options(gguf: Any, writer: Any, export: Export, max_seq_len: int) -> None:
     ours, theirs = export.ours, export.options
     writer.add_block_count(ours["num_layers"])
     writer.add_context_length(max_seq_len)
     writer.add_embedding_length(ours["d_model"])
     writer.add_head_count(ours["attention.num_heads"])
     writer.add_head_count_kv(ours["attention.num_kv_heads"])
-    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+    for add in (writer.add_key_length, writer.add_value_length):
         add(ours["attention.head_dim"])
+    writer.add_rope_dimension_count(_rotary(export).rotated_width(ours["attention.head_dim"]))
     writer.add_rope_freq_base(theirs["rope_theta"])
+    _add_scaling(gguf, writer, _rotary(export).scaling)
     writer.add_layer_norm_rms_eps(theirs["rms_norm_eps"])
     writer.add_feed_forward_length(theirs["intermediate_size"])
     if ours["sparse_layers"]:
@@ -112,6 +115,30 @@ def _add_options(writer: Any, export: Export, max_seq_len: int) -> None:
         writer.add_expert_feed_forward_length(theirs["moe_intermediate_size"])
     if "shared_expert_intermediate_size" in theirs:
         writer.add_expert_shared_feed_forward_length(theirs["shared_expert_intermediate_size"])
+    if ours.get("sparse.router.type") == "sigmoid_top_k":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_shared_count(theirs["n_shared_experts"])
+        writer.add_leading_dense_block_count(theirs["first_k_dense_replace"])
+        writer.add_expert_weights_norm(theirs["norm_topk_prob"])
+        writer.add_expert_weights_scale(theirs["routed_scaling_factor"])
+        if theirs["topk_group"] < theirs["n_group"]:
+            writer.add_expert_group_count(theirs["n_group"])
+            writer.add_expert_group_used_count(theirs["topk_group"])
+
+
+def _rotary(export: Export) -> RotaryConfig:
+    return cast("RotaryConfig", export.config.model.positions)
+
+
+def _add_scaling(gguf: Any, writer: Any, scaling: RotaryScalingConfig | None) -> None:
+    if scaling is None or scaling.type == "llama3":  # a tensor holds the frequencies of llama3
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.type))
+    writer.add_rope_scaling_factor(scaling.factor)
+    if isinstance(scaling, YarnConfig):
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_seq_len)
+        # llama.cpp multiplies by YaRN's own factor.
+        writer.add_rope_scaling_attn_factors(scaling.magnitude / yarn_mscale(scaling.factor))
 
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -159,6 +186,7 @@ def _tensors(gguf: Any, decoder: Decoder, export: Export) -> dict[str, Callable[
     parts: dict[str, list[Callable[[], Tensor]]] = {}
     for name, make in their_tensors(decoder, export)[1].items():
         match = _EXPERT.fullmatch(name)
+        name = name.replace("score_correction_bias", "score_correction.bias")
         parts.setdefault(f"{match[1]}.{match[3]}" if match else name, []).append(make)
 
     def tensor(name: str) -> Tensor:
@@ -170,7 +198,13 @@ def _tensors(gguf: Any, decoder: Decoder, export: Export) -> dict[str, Callable[
         dtype = torch.float32 if is_small or value.dtype == torch.float64 else value.dtype
         return value.to(dtype).contiguous()
 
-    return {
+    tensors: dict[str, Callable[[], Tensor]] = {
         names.get_name(name, try_suffixes=(".weight", ".bias")): partial(tensor, name)
         for name in parts
     }
+    scaling = _rotary(export).scaling
+    if scaling is not None and scaling.type == "llama3":
+        frequencies_F = _rotary(export).frequencies(ours["attention.head_dim"])
+        divisors_F = frequencies_F / scaling.scale(frequencies_F, ours["positions.base"])
+        tensors["rope_freqs.weight"] = lambda: divisors_F.float()
+    return tensors

@@ -168,12 +168,28 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
     notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
     notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
     notes += [f"{path} acts only in training and is left out" for path in left_out]
+    notes += _mlx_notes(chosen, ours)
     notes += _llama_cpp_notes(chosen.family, ours)
 
     def factor(name: str) -> float:
         return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
 
     return Export(chosen.family, ours, chosen.config, chosen.written, tuple(notes), factor)
+
+
+def _mlx_notes(attempt: _Attempt, ours: Options) -> list[str]:
+    """Return notes on options that mlx-lm ignores."""
+    family = attempt.family
+    ignored = {
+        "attention.window": "attention.window" in ours,
+        "positions.scaling": family.ignores_scaling_in_mlx and "positions.scaling.type" in ours,
+        "positions.scaling.attention_factor": (
+            "attention_factor" in attempt.written["rope_parameters"]
+        ),
+    }
+    return [
+        f"mlx-lm ignores {option} in {family.model_type}" for option in ignored if ignored[option]
+    ]
 
 
 def _llama_cpp_notes(family: Family, ours: Options) -> list[str]:
@@ -228,6 +244,8 @@ def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
     head_dim = attention.head_width(config.d_model)
     flat = flatten({k: v for k, v in config.to_dict().items() if k not in ("ffn", "ffn_at")})
     flat |= {"attention.num_kv_heads": attention.kv_heads, "attention.head_dim": head_dim}
+    windowed = [layer for layer, window in enumerate(config.layer_windows()) if window]
+    flat["attention.window_at"] = windowed or None
     if attention.latent is not None:
         flat["attention.latent.value_dim"] = attention.latent.value_dim or head_dim
     seen: dict[str, tuple[int, dict[str, Any]]] = {}

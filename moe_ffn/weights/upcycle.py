@@ -79,9 +79,9 @@ class UpcycleConfig(InitialiserConfig, frozen=True):
         (source,) = sources
         blocks = layer_blocks(source)
         try:
-            chosen = range(len(blocks))[parse_slice(self.layers)]
+            chosen = range(len(blocks))[parse_slice(self.layers, "method.layers")]
         except ValueError as error:
-            raise ConfigError(str(error).replace("ffn_at", "method.layers")) from error
+            raise ConfigError(str(error)) from error
         if not chosen:
             raise ConfigError(
                 f"method.layers ({self.layers}) selects none of the {len(blocks)} layers"

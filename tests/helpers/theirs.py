@@ -35,6 +35,18 @@ LATENT = {
     "first_k_dense_replace": 1,
 }  # fmt: skip
 NO_GROUPS = {**LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+SIGMOID = {
+    "moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 12,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
+SHARPER = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 8, "beta_slow": 0.5}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+WINDOW = {"sliding_window": 7, "use_sliding_window": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -59,6 +71,41 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, "q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
     ),
     "deepseek_v3-no-groups": ("deepseek_v3", NO_GROUPS),
+    "dots1": (
+        "dots1", {**SIGMOID, "head_dim": 12, "num_key_value_heads": 4, "sliding_window": None}
+    ),
+    "dots1-biases-groups-window": (
+        "dots1",
+        {
+            **SIGMOID, **WINDOW, "attention_bias": True, "norm_topk_prob": True, "n_group": 3,
+            "topk_group": 2, "max_window_layers": 1,
+        },
+    ),
+    "glm4_moe": ("glm4_moe", {**SIGMOID, "head_dim": 12}),
+    "glm4_moe-norms-biases-groups": (
+        "glm4_moe",
+        {
+            **SIGMOID, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False, "n_group": 3,
+            "topk_group": 2, "partial_rotary_factor": 0.25, "first_k_dense_replace": 0,
+        },
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 7, "head_dim": 12}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 5, "head_dim": 12, "sliding_window": 7}),
+    "qwen2-later-windows": ("qwen2", {**WINDOW, "max_window_layers": 1}),
+    "qwen3-chosen-windows": ("qwen3", {**WINDOW, "head_dim": 12, "layer_types": LAYER_TYPES}),
+    "qwen2_moe-even-windows": ("qwen2_moe", {**SHARED, **WINDOW}),
+    "qwen3_moe-window": ("qwen3_moe", {**EXPERTS, "head_dim": 12, **WINDOW}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "qwen3-yarn": ("qwen3", {"head_dim": 12, "rope_parameters": YARN}),
+    "mixtral-yarn": (
+        "mixtral", {"head_dim": 12, "rope_parameters": {**YARN, "attention_factor": 1.5}}
+    ),
+    "glm4_moe-yarn": ("glm4_moe", {**SIGMOID, "rope_parameters": {**SHARPER, "truncate": False}}),
+    "deepseek_v3-yarn": (
+        "deepseek_v3", {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    ),
+    "deepseek_v3-sharper": ("deepseek_v3", {**LATENT, "rope_parameters": SHARPER}),
 }  # fmt: skip
 GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "swiglu_limit": 1.5}
 IDS_BS = torch.arange(40).view(2, 20) * 7 % 97

@@ -18,10 +18,10 @@ from moe_ffn.model.positions import Positions, RotaryConfig
 D_MODEL = 16
 
 
-def attention(seed: int = 0, **config: int | bool | float | str) -> SelfAttention:
+def attention(seed: int = 0, causal: bool = True, **config: Any) -> SelfAttention:
     torch.manual_seed(seed)
     parsed = AttentionConfig.model_validate(config)
-    return SelfAttention(parsed, D_MODEL, causal=True, norm=RMSNormConfig()).double()
+    return SelfAttention(parsed, D_MODEL, causal, RMSNormConfig(), parsed.window).double()
 
 
 def tokens(*shape: int) -> Tensor:
@@ -43,7 +43,8 @@ def naive(module: SelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positi
     mixed = torch.zeros(length, module.num_heads, head_dim, dtype=x_SD.dtype)
     for h in range(module.num_heads):
         for s in range(length):
-            seen = [t for t in range(s + 1) if mask_S[t] or t == s]
+            seen = [t for t in range(s + 1 if module.causal else length) if mask_S[t] or t == s]
+            seen = [t for t in seen if abs(t - s) < (module.window or length)]
             scores = [query[h, s] @ key[h // group, t] / math.sqrt(head_dim) for t in seen]
             weights = torch.stack(scores).softmax(0)
             for weight, t in zip(weights, seen, strict=True):
@@ -58,7 +59,7 @@ def naive(module: SelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positi
 def test_attention_equals_the_loops(
     num_kv_heads: int, bias: bool | str, rotated: bool, head_dim: int
 ) -> None:
-    width = {} if head_dim == D_MODEL // 4 else {"head_dim": head_dim}
+    width: dict[str, Any] = {} if head_dim == D_MODEL // 4 else {"head_dim": head_dim}
     module = attention(num_heads=4, num_kv_heads=num_kv_heads, bias=bias, **width)
     assert (module.query.bias is not None) == bool(bias)
     assert (module.output.bias is not None) == (bias is True)
@@ -73,6 +74,29 @@ def test_attention_equals_the_loops(
     mask[1, :2] = False
     wanted = torch.stack([naive(module, *pair, positions) for pair in zip(x, mask, strict=True)])
     torch.testing.assert_close(module(x, positions, mask), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 3, 6, 9])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
+def test_a_window_equals_the_loops_and_costs_what_is_counted(window: int, causal: bool) -> None:
+    module = attention(num_heads=4, num_kv_heads=2, window=window, causal=causal)
+    positions, x = RotaryConfig().build(D_MODEL, 4, 8), tokens(2, 6).requires_grad_()
+    mask = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
+    wanted = [naive(module, *pair, positions) for pair in zip(x, mask, strict=True)]
+    gradients = [
+        torch.autograd.grad(outputs.square().sum(), x, retain_graph=True)[0]
+        for outputs in (torch.stack(wanted), module(x, positions, mask))
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module(x, positions, mask), torch.stack(wanted), rtol=0, atol=1e-12)
+    torch.testing.assert_close(module(x[:1], positions, None)[0], wanted[0], rtol=0, atol=1e-12)
+
+    config = AttentionConfig(num_heads=4)
+    pairs = [(s, t) for s in range(6) for t in range(6) if abs(s - t) < window]
+    attended = len([pair for pair in pairs if pair[1] <= pair[0] or not causal]) / 6
+    matrices = config.flops_per_token(D_MODEL, 6, False) - 2 * 4 * 8 * 6
+    expected = matrices + round(2 * 4 * 8 * attended)
+    assert config.flops_per_token(D_MODEL, 6, causal, window) == expected
 
 
 def test_padding_only_is_finite() -> None:

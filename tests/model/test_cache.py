@@ -21,10 +21,20 @@ VOCAB, MAX_LEN = 13, 12
 
 POSITIONS = ("rope", "sinusoidal", "learned")
 
+SHARPER = {"type": "yarn", "factor": 4.0, "original_seq_len": 4, "score_mscale": 2.0}
+SCALED = {"positions": {"type": "rope", "fraction": 0.5, "scaling": SHARPER}}
+
 ATTENTION: dict[str, dict[str, Any]] = {
     "heads": {},
     "grouped": {"num_kv_heads": 2, "norm_qk": "head", "bias": True},
     "latent": {"latent": {"kv_rank": 6, "rotated_dim": 4, "query_rank": 8, "value_dim": 3}},
+}
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "window": {"window": 3, "num_kv_heads": 2},
+    "window in a layer": {"window": 3, "window_at": "-1"},
+    "latent window": {**ATTENTION["latent"], "window": 3},
+    "window of one": {"window": 1},
 }
 
 FFNS: dict[str, dict[str, Any]] = yaml.safe_load("""
@@ -75,7 +85,7 @@ CASES = [
 
 
 def decoder(
-    positions: str = "rope",
+    positions: str | Mapping[str, Any] = "rope",
     attention: Mapping[str, Any] | None = None,
     ffn: Mapping[str, Any] | None = None,
     **config: Any,
@@ -112,9 +122,24 @@ def greedy(model: Decoder, prompt_ids: Tensor, num_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("positions", "kind", "ffn"), CASES, ids=map("-".join, CASES))
-@torch.no_grad()
 def test_token_by_token_equals_the_whole_sequence(positions: str, kind: str, ffn: str) -> None:
-    model = decoder(positions, ATTENTION[kind], FFNS[ffn])
+    check_token_by_token(decoder(positions, ATTENTION[kind], FFNS[ffn]))
+
+
+@pytest.mark.parametrize("attention", [*ATTENTION.values(), *WINDOWED.values()], ids=str)
+def test_windows_and_scaled_positions_token_by_token(attention: dict[str, Any]) -> None:
+    check_token_by_token(model := decoder(attention=attention, **SCALED))
+    plain = decoder(attention={**attention, "window": None}, **SCALED)
+    plain.load_state_dict(model.state_dict())
+    ids = token_ids(1, MAX_LEN)
+    differs = (plain(ids).logits - model(ids).logits).abs().amax(-1)[0] > 1e-9
+    # A token sees what its window hides from the layers below, so the first difference is the window's.
+    window = attention.get("window", MAX_LEN)
+    assert differs.tolist() == [position >= window for position in range(MAX_LEN)]
+
+
+@torch.no_grad()
+def check_token_by_token(model: Decoder) -> None:
     ids = token_ids(2, MAX_LEN)
     whole = model(ids)
     cache = model.new_cache(2)
@@ -138,7 +163,15 @@ def test_token_by_token_equals_the_whole_sequence(positions: str, kind: str, ffn
     ],
 )
 def test_rows_of_different_lengths_equal_each_alone(positions: str, kind: str, ffn: str) -> None:
-    model = decoder(positions, ATTENTION[kind], FFNS[ffn])
+    check_rows_alone(decoder(positions, ATTENTION[kind], FFNS[ffn]))
+
+
+@pytest.mark.parametrize("attention", WINDOWED.values(), ids=WINDOWED)
+def test_rows_of_different_lengths_equal_each_alone_with_windows(attention: dict[str, Any]) -> None:
+    check_rows_alone(decoder(attention=attention, **SCALED))
+
+
+def check_rows_alone(model: Decoder) -> None:
     prompts = [token_ids(9)[:length] for length in (3, 9, 1, 9)]
     alone = [greedy(model, prompt_ids, 7) for prompt_ids in prompts]  # two outgrow the context
 

@@ -65,6 +65,35 @@ def test_slices_without_a_layer_are_rejected(where: str) -> None:
         types({where: "moe"})
 
 
+@pytest.mark.parametrize(
+    ("window_at", "windows"),
+    [(":", "wwwww"), ("::2", "w-w-w"), ("0, -1", "w---w"), (1, "-w---"), ("0,2:4", "w-ww-")],
+)
+def test_windows_by_slices(window_at: Any, windows: str) -> None:
+    attention = {"window": 3, "window_at": window_at}
+    config = DecoderConfig.model_validate({"num_layers": 5, "attention": attention})
+    assert "".join("w" if window else "-" for window in config.layer_windows()) == windows
+    all_windows, none = (
+        DecoderConfig.model_validate({"num_layers": 5, "attention": {"window": window}})
+        for window in (3, None)
+    )
+    saved = none.flops_per_token(9, 32) - all_windows.flops_per_token(9, 32)
+    saved_here = none.flops_per_token(9, 32) - config.flops_per_token(9, 32)
+    assert saved_here * 5 == saved * windows.count("w")
+
+
+@pytest.mark.parametrize(
+    ("window_at", "message"),
+    [
+        ("5", "attention.window_at '5' names none of the 5 layers (0 to 4)"),
+        ("0,a", "attention.window_at 'a' must be a layer or a Python slice, such as '0' or '1::2'"),
+    ],
+)
+def test_bad_windows_are_rejected(window_at: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        DecoderConfig.model_validate({"num_layers": 5, "attention": {"window_at": window_at}})
+
+
 def test_options_of_a_layer_are_checked_under_their_path() -> None:
     with pytest.raises(ValidationError) as caught:
         types({"1::2": {"type": "moe", "num_expert": 4}})

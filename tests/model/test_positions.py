@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.positions import LearnedConfig, PositionsConfig, RotaryConfig, SinusoidalConfig
@@ -33,6 +35,45 @@ def test_rope_angles_follow_the_base() -> None:
     # base 100: 100^(-2/4) = 0.1
     turned = rotate(torch.tensor([0, 1.0, 0, 0]), 5, base=100.0)
     assert turned.tolist() == pytest.approx([0, cos(0.5), 0, sin(0.5)], abs=FLOAT32)
+
+
+def test_a_fraction_of_a_head_is_rotated() -> None:
+    x = torch.randn(2, 1, 9, 8)
+    half = RotaryConfig(fraction=0.5).build(d_model=0, head_dim=8, max_seq_len=9)
+    whole = RotaryConfig().build(d_model=0, head_dim=4, max_seq_len=9)
+    assert torch.equal(half.rotate(x)[..., :4], whole.rotate(x[..., :4]))
+    assert torch.equal(half.rotate(x)[..., 4:], x[..., 4:])
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_seq_len": 64}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "llama3": {"type": "llama3", "factor": 8.0, "original_seq_len": 64},
+    "llama3-narrow": {
+        "type": "llama3", "factor": 2.0, "original_seq_len": 16, "low_freq_factor": 0.5,
+        "high_freq_factor": 2.0,
+    },
+    "yarn": YARN,
+    "yarn-sharper": {**YARN, "attention_factor": 1.7, "beta_fast": 8, "beta_slow": 0.5},
+    "yarn-not-rounded": {**YARN, "truncate": False, "original_seq_len": 4096},
+    "yarn-short": {**YARN, "original_seq_len": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_scaled_angles_are_those_of_transformers(scaling: dict[str, Any]) -> None:
+    names = {"type": "rope_type", "original_seq_len": "original_max_position_embeddings"}
+    given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if "llama3" in scaling["type"] else {}
+    given |= {names.get(key, key): value for key, value in scaling.items()}
+    theirs: Any = LlamaConfig(head_dim=32, rope_parameters={**given, "rope_theta": 500.0})
+    frequencies_F, magnitude = ROPE_INIT_FUNCTIONS[scaling["type"]](theirs)
+    angles = torch.outer(torch.arange(9).float(), frequencies_F.repeat(2))
+
+    ours: Any = RotaryConfig.model_validate({"base": 500.0, "scaling": scaling}).build(0, 32, 9)
+
+    torch.testing.assert_close(ours.cos, angles.cos() * magnitude, rtol=0, atol=FLOAT32)
+    torch.testing.assert_close(ours.sin, angles.sin() * magnitude, rtol=0, atol=FLOAT32)
+    assert ours.score_factor == 1
 
 
 def test_sinusoidal_values_by_hand() -> None:
@@ -87,12 +128,27 @@ def test_tables_are_in_no_checkpoint(member: str) -> None:
             r"d_model \(12\) / num_heads, or attention\.latent\.rotated_dim\)",
         ),
         (
+            {
+                "d_model": 24,
+                "attention": {"num_heads": 4},
+                "positions": {"type": "rope", "fraction": 0.5},
+            },
+            r"positions\.fraction \(0\.5\) of a head of width 6 must be an even number of units, got 3",
+        ),
+        (
             {"d_model": 9, "attention": {"num_heads": 1}, "positions": "sinusoidal"},
             r"positions\.type 'sinusoidal' needs an even d_model, got 9",
         ),
     ],
-    ids=["rope", "sinusoidal"],
+    ids=["rope", "fraction", "sinusoidal"],
 )
 def test_odd_widths_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecoderConfig.model_validate(config)
+
+
+def test_frequencies_of_llama3_in_the_wrong_order_are_rejected() -> None:
+    scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 4.0}
+    message = r"low_freq_factor \(4\) must be less than high_freq_factor \(4\)"
+    with pytest.raises(ValueError, match=message):
+        PositionsConfig.model_validate({"type": "rope", "scaling": scaling})

@@ -21,10 +21,13 @@ from tests.weights.test_to_transformers import (
     ATTENTION,
     HEAD_NORMS,
     LATENT,
+    LLAMA3,
+    ROUTED_BY_SIGMOID,
     SHARED,
     SIGMOID,
     SIGMOID_GATE,
     TEXT,
+    YARN,
     decoder_of,
     moe,
 )
@@ -105,9 +108,27 @@ CLIENTS = {
     "litgpt": in_litgpt,
 }
 """PyPI package -> its answer."""
-ALL, NO_LITGPT, MLX = tuple(CLIENTS), ("llama_cpp_python", "mlx_lm"), ("mlx_lm",)
+ALL, NO_LITGPT = tuple(CLIENTS), ("llama_cpp_python", "mlx_lm")
+GGUF, MLX = ("llama_cpp_python",), ("mlx_lm",)
 
 RENORMALISED = moe(router__renormalize=True)
+FIRST_DENSE = {":1": {"type": "swiglu", "d_ff": 40}}
+NORMED = {"num_heads": 4, "norm_qk": "head"}
+GROUPS = {
+    **ROUTED_BY_SIGMOID,
+    "num_experts": 6,
+    "router": {**SIGMOID, "groups": {"num_groups": 3, "keep": 2}},
+}
+GLM = {"positions": {"type": "rope", "fraction": 0.5}, "attention": {**ATTENTION, "bias": "qkv"}}
+
+
+SHARPER = {**YARN, "score_mscale": 1.0, "attention_factor": 1.0}
+
+
+def scaled(**scaling: Any) -> dict[str, Any]:
+    return {"positions": {"type": "rope", "scaling": scaling}}
+
+
 OLMOE = {"attention": {"num_heads": 4, "norm_qk": "all"}, "norm": {"type": "rms_norm", "eps": 1e-5}}
 MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "Llama": ({}, ALL),
@@ -128,6 +149,26 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "OLMoE, renormalised": ({**OLMOE, "ffn": RENORMALISED}, MLX),
     "DeepSeek-V3, no groups": (
         {"attention": LATENT, "ffn": moe(router=SIGMOID, shared_expert={**SHARED, "d_ff": 24})}, MLX
+    ),
+    "dots1": ({"attention": NORMED, "ffn": ROUTED_BY_SIGMOID, "ffn_at": FIRST_DENSE}, NO_LITGPT),
+    "dots1, groups": ({"attention": NORMED, "ffn": GROUPS}, GGUF),
+    "GLM-4.5": ({**GLM, "ffn": ROUTED_BY_SIGMOID, "ffn_at": FIRST_DENSE}, NO_LITGPT),
+    "GLM-4.5, groups, heads normalised": (
+        {**GLM, "attention": HEAD_NORMS, "ffn": GROUPS}, GGUF
+    ),
+    "Llama, linear positions": (scaled(type="linear", factor=4.0), NO_LITGPT),
+    "Llama, positions of Llama 3.1": (scaled(**LLAMA3), NO_LITGPT),
+    "Llama, YaRN": (scaled(**YARN), NO_LITGPT),
+    "Qwen3, YaRN": ({"attention": HEAD_NORMS, **scaled(**YARN)}, NO_LITGPT),
+    "Mixtral, positions of Llama 3.1": ({"ffn": RENORMALISED, **scaled(**LLAMA3)}, GGUF),
+    "Qwen3-MoE, YaRN with a factor": (
+        {"attention": HEAD_NORMS, "ffn": RENORMALISED, **scaled(**YARN, attention_factor=1.5)}, GGUF
+    ),
+    "GLM-4.5, YaRN": (
+        {**GLM, "positions": {**GLM["positions"], "scaling": YARN}, "ffn": ROUTED_BY_SIGMOID}, GGUF,
+    ),
+    "DeepSeek-V3, YaRN": (
+        {"attention": LATENT, "ffn": ROUTED_BY_SIGMOID, **scaled(**SHARPER)}, MLX,
     ),
 }  # fmt: skip
 """Options of a model, and the packages that can compute it."""

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_ffn import ConfigError
+from moe_ffn.model.generate import Sampling, generate_batch
 from moe_ffn.weights import export_transformers, load_ffn, load_transformers
 from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks
-from tests.helpers.theirs import EXPERTS, GPT_OSS, MODELS, SIZES, change, logits, make, save
+from tests.helpers.theirs import EXPERTS, GPT_OSS, IDS_BS, MODELS, SIZES, change, logits, make, save
 
 WEIGHTS = "model.safetensors"
 
@@ -56,6 +57,22 @@ def test_positions_that_are_not_interleaved_are_taken_as_they_are(tmp_path: Path
     theirs = make("deepseek_v3", {**options, "rope_interleave": False})
     theirs.save_pretrained(tmp_path)
     assert_close(logits(load_transformers(tmp_path)), logits(theirs))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mistral-window", "qwen3-chosen-windows", "dots1-biases-groups-window"),
+        *("glm4_moe", "qwen3-yarn", "deepseek_v3-sharper"),
+    ],
+)
+def test_windows_and_scaled_positions_in_generation(name: str, tmp_path: Path) -> None:
+    theirs = save(name, tmp_path)
+    ours, prompt_ids = load_transformers(tmp_path), IDS_BS[0, :5]
+    (continued,) = generate_batch(ours, [prompt_ids], 20, Sampling(temperature=0))
+    both = {"input_ids": prompt_ids[None], "attention_mask": torch.ones(1, 5)}
+    expected = theirs.generate(**both, max_new_tokens=20, do_sample=False)
+    assert continued.tolist() == expected[0, 5:].tolist()
 
 
 def test_several_files_with_an_index(tmp_path: Path) -> None:
@@ -136,8 +153,8 @@ def test_a_block_of_gpt_oss_alone_and_not_the_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_transformers(tmp_path)
     assert str(caught.value) == (
-        f"'{tmp_path}/config.json': our model has no attention sinks and sliding windows, which gpt_oss "
-        "needs; load_ffn reads the feed-forward block of a layer"
+        f"'{tmp_path}/config.json': our model has no attention sinks, which gpt_oss needs; load_ffn reads "
+        "the feed-forward block of a layer"
     )
 
 
@@ -159,18 +176,28 @@ def test_a_block_needs_nothing_of_the_model_around_it(tmp_path: Path) -> None:
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "rope_scaling": (
-        "llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        "rope_scaling.rope_type is 'llama3', which our model does not support; supported: 'default'",
+    **{
+        f"{kind} positions": (
+            "llama", {"rope_scaling": {"rope_type": kind, "factor": 8.0}},
+            f"rope_scaling.rope_type is '{kind}', which our model does not support; supported: 'default', "
+            "'linear', 'llama3', 'yarn'",
+        )
+        for kind in ("dynamic", "longrope")
+    },
+    "rope factor": (
+        "llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
+        "model.positions.scaling.factor: must be at least 1.0, got 0.5",
     ),
     "rope by layer": (
         "llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
         "supported: one mapping for all layers",
     ),
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which"),
-    "sliding window": (
-        "mixtral", {"sliding_window": 16}, "supported: null, or at least max_position_embeddings (48)"
+    "layer types": (
+        "qwen3", {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["chunked_attention"] * 3},
+        "supported: a list of full_attention and sliding_attention",
     ),
+    "window": ("mixtral", {"sliding_window": "x"}, "model.attention.window: must be a whole number, got 'x'"),
     "clip_qkv": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, which"),
     "bias": ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, which"),
     "eps": ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, which"),

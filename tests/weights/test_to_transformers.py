@@ -52,6 +52,11 @@ def moe(**options: Any) -> dict[str, Any]:
     return block
 
 
+ROUTED_BY_SIGMOID = moe(router=SIGMOID, shared_expert={"type": "swiglu", "d_ff": 48})
+LLAMA3 = {"type": "llama3", "factor": 8.0, "original_seq_len": 12}
+YARN = {"type": "yarn", "factor": 4.0, "original_seq_len": 12}
+
+
 def read(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
@@ -67,6 +72,8 @@ CHANGED = {
     *(f"{kind}_token_id" for kind in ("bos", "eos", "pad")),  # without a tokenizer
     *("intermediate_size", "moe_intermediate_size"),  # of layers that there are none of
     *("decoder_sparse_step", "mlp_only_layers"),  # two ways to say the same
+    "max_window_layers",  # the layers are listed
+    "rope_parameters",  # coefficients are multiplied, and defaults written
     *("num_nextn_predict_layers", "_name_or_path"),
     "qkv_bias",  # biases of zeros are written
 }
@@ -127,6 +134,33 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
                 shared_expert={"type": "swiglu", "d_ff": 48},
             ),
             "ffn_at": {"0": {"type": "swiglu", "d_ff": 40}},
+        },
+        "deepseek_v3", "",
+    ),
+    "sigmoid": (
+        {"positions": {"type": "rope", "fraction": 0.5}, "attention": {**ATTENTION, "bias": "qkv"},
+         "ffn": ROUTED_BY_SIGMOID, "ffn_at": {":1": {"type": "swiglu", "d_ff": 40}}},
+        "glm4_moe", "",
+    ),
+    "sigmoid, heads normalised": (
+        {"attention": {**ATTENTION, "norm_qk": "head"}, "ffn": ROUTED_BY_SIGMOID}, "dots1", ""
+    ),
+    "window": (
+        {"attention": {**ATTENTION, "window": 7}}, "mistral",
+        "llama has attention.window: null, this model 7",
+    ),
+    "window of a mixture": (
+        {"attention": {**ATTENTION, "window": 7}, "ffn": moe(router__renormalize=True)}, "mixtral", "",
+    ),
+    "windows in two layers": (
+        {"attention": {**ATTENTION, "window": 7, "window_at": ":2"}, "ffn": moe()}, "qwen2_moe", "",
+    ),
+    "scaled positions": ({"positions": {"type": "rope", "scaling": LLAMA3}}, "llama", ""),
+    "scaled positions and scores": (
+        {
+            "positions": {"type": "rope", "scaling": {**YARN, "score_mscale": 0.7}},
+            "attention": LATENT,
+            "ffn": ROUTED_BY_SIGMOID,
         },
         "deepseek_v3", "",
     ),
@@ -203,7 +237,7 @@ TEXT = """def café(x_1):
     "model",
     [
         *("dense", "qkv", "norms", "renormalised", "heads normalised", "all normalised"),
-        *("default", "latent"),
+        *("default", "latent", "sigmoid", "sigmoid, heads normalised", "window"),
     ],
 )
 def test_the_tokenizer_goes_along(model: str, kind: str, tmp_path: Path) -> None:
@@ -356,6 +390,26 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], str]] = {
         OURS["all normalised"][0],
         "llama.cpp requires attention.num_kv_heads equal to num_heads in olmoe",
     ),
+    "window": (
+        {"attention": {**ATTENTION, "window": 7}},
+        "llama.cpp requires attention.window: null in mistral",
+    ),
+    "llama3": (
+        {"attention": HEAD_NORMS, "positions": {"type": "rope", "scaling": LLAMA3}},
+        "llama.cpp requires positions.scaling other than llama3 in qwen3",
+    ),
+    "yarn": (
+        {"positions": {"type": "rope", "scaling": {**YARN, "beta_fast": 8}}},
+        "llama.cpp requires positions.scaling with beta_fast: 32, beta_slow: 1 and truncate: true in llama",
+    ),
+    "biases of dots1": (
+        {"attention": {"num_heads": 4, "norm_qk": "head", "bias": True}, "ffn": ROUTED_BY_SIGMOID},
+        "llama.cpp requires attention.bias: false in dots1",
+    ),
+    "groups of dots1": (
+        {"attention": HEAD_NORMS, "ffn": ROUTED_BY_SIGMOID},
+        "llama.cpp requires attention.num_kv_heads equal to num_heads in dots1",
+    ),
     "eps": (
         {"attention": {"num_heads": 4, "norm_qk": "all"}, "ffn": moe()},
         "the converter of llama.cpp sets norm.eps to 1e-05; convert to a .gguf file here keeps 1e-06",
@@ -366,6 +420,27 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("options", "note"), LLAMA_CPP.values(), ids=LLAMA_CPP)
 def test_limits_of_llama_cpp_are_noted(options: dict[str, Any], note: str) -> None:
     assert choose_architecture(decoder_of(**options)).notes[-1] == note
+
+
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        ({"attention": {**ATTENTION, "window": 7}}, "attention.window in mistral"),
+        (
+            {
+                "ffn": moe(router__renormalize=True),
+                "positions": {"type": "rope", "scaling": LLAMA3},
+            },
+            "positions.scaling in mixtral",
+        ),
+        (
+            {"positions": {"type": "rope", "scaling": {**YARN, "attention_factor": 1.5}}},
+            "positions.scaling.attention_factor in llama",
+        ),
+    ],
+)
+def test_options_that_mlx_ignores_are_noted(options: dict[str, Any], ignored: str) -> None:
+    assert f"mlx-lm ignores {ignored}" in choose_architecture(decoder_of(**options)).notes
 
 
 # -- what is refused
@@ -384,6 +459,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "shared width": (
         {"attention": LATENT, "ffn": moe(router=SIGMOID, shared_expert=SHARED)},
         f"ffn.shared_expert.d_ff (20) {NO_EQUAL}: deepseek_v3, the nearest architecture, has 24",
+    ),
+    "fraction": (
+        {"positions": {"type": "rope", "fraction": 0.5}}, f"positions.fraction (0.5) {NO_EQUAL}: llama"
+    ),
+    "scores": (
+        {"positions": {"type": "rope", "scaling": {**YARN, "score_mscale": 1.0}}},
+        f"positions.scaling.score_mscale (1.0) {NO_EQUAL}: llama, the nearest architecture, has 0.0",
+    ),
+    "windows of a mixture": (
+        {
+            "attention": {**ATTENTION, "norm_qk": "head", "window": 7, "window_at": "0,2"},
+            "ffn": moe(router__renormalize=True),
+        },
+        f"attention.window_at ([0, 2]) {NO_EQUAL}: qwen3_moe, the nearest architecture, has [0, 1, 2]",
+    ),
+    "latent window": (
+        {"attention": {**LATENT, "window": 7}, "ffn": ROUTED_BY_SIGMOID},
+        f"attention.window (7) {NO_EQUAL}: deepseek_v3, the nearest architecture, has null",
     ),
     "plain": ({"ffn": "dense"}, f'ffn.type ("dense") {NO_EQUAL}: llama'),
     "post-norm": ({"norm_placement": "post"}, f'norm_placement ("post") {NO_EQUAL}: llama'),
