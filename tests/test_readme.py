@@ -23,7 +23,8 @@ from tests.helpers.tiny_runs import ForkedTraining
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXCHANGE = "docs/howto/exchange.md"
-GUIDES = [f"docs/howto/{name}.md" for name in ("custom_experts", "evaluate")]
+RECIPE = "docs/howto/use_in_transformers.md"
+GUIDES = [*(f"docs/howto/{name}.md" for name in ("custom_experts", "evaluate")), RECIPE]
 PAGES = ("README.md", EXCHANGE, *GUIDES)
 
 
@@ -33,8 +34,10 @@ def blocks(language: str, page: str = "README.md") -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = "".join(block for page in PAGES for block in blocks("bash", page)).splitlines()
-    return [shlex.join(shlex.split(line, comments=True)) for line in lines if line.strip()]
+    lines = "".join(block for page in PAGES for block in blocks("bash", page))
+    lines = lines.replace("\\\n", "").splitlines()
+    found = [shlex.join(shlex.split(line, comments=True)) for line in lines if line.strip()]
+    return [*dict.fromkeys(found)]
 
 
 OUR_COMMANDS = [c for c in commands() if c.startswith(("python -m ", "moe-ffn "))]
@@ -255,6 +258,14 @@ def test_the_trained_model_is_loaded_and_saved():
     assert executed("load_ffn", EXCHANGE)["block"].routers()
     assert Path("models/exported-again/tokenizer_config.json").is_file()
     pytest.importorskip("transformers", reason="transformers is not installed here")
+    names = executed("batch_size=2", RECIPE)
+    assert [answer["generated_text"][:7] for (answer,) in names["answers"]] == [
+        "import ",
+        "def f(x",
+    ]
+    torch.testing.assert_close(
+        names["model"](names["ids"]).logits, names["ours"], atol=1e-4, rtol=0
+    )
     names = executed("swap_ffn", "docs/howto/kernels_in_transformers.md")
     assert list(names["passes"][-1]) == ["layer_00", "layer_01"]
     swapped = [type(layer.mlp).__name__ == "SwappedFFN" for layer in names["dense"].model.layers]
@@ -264,6 +275,17 @@ def test_the_trained_model_is_loaded_and_saved():
     trained = [p for name, p in model.named_parameters() if "lora_" in name]
     assert all(p.grad is not None for p in trained)
     assert {path.name for path in Path("models/adapted").iterdir()} == written
+
+
+@pytest.mark.usefixtures("my_run")
+@pytest.mark.filterwarnings("ignore")  # of TRL's own
+def test_the_trained_model_is_fine_tuned_with_trl():
+    pytest.importorskip("trl", reason="TRL is not installed here")
+    assert run(["moe_ffn.cli.convert", "runs/my-run", "models/exported"]) == 0
+    names = executed("SFTTrainer(", "docs/howto/lora.md")
+    losses = [row["loss"] for row in names["trainer"].state.log_history if "loss" in row]
+    assert losses[-1] < losses[0]
+    assert run(["moe_ffn.cli.convert", "models/merged", "models/ours"]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # on a CPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,20 @@ def test_tasks_of_local_files(decoder: Decoder, tmp_path: Path) -> None:
     assert found["tiny_rolling"]["bits_per_byte"] == pytest.approx(bits / num_bytes)
     alone = evaluate_tasks(model, [str(tmp_path / "tasks"), "tiny_choice"])
     assert alone == {"tiny_choice": found["tiny_choice"]}
+
+
+def test_the_task_of_the_documentation_runs(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/howto/evaluate.md").read_text(encoding="utf-8")
+    Path("my_tasks").mkdir()
+    for language, name in (("yaml", "indent.yaml"), ("json", "indent.jsonl")):
+        (block,) = re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+        Path("my_tasks", name).write_text(block, encoding="utf-8")
+
+    found = evaluate_tasks(HarnessModel(decoder, TOKENIZER), ["my_tasks"])
+    assert 0 <= found["indent"]["acc"] <= 1
 
 
 def test_what_cannot_be_asked_is_said(decoder: Decoder, tmp_path: Path) -> None:

