@@ -26,9 +26,9 @@ from moe_ffn.interop.audit.order import check_order
 from moe_ffn.interop.audit.probe import Probe, checked_batch, mode
 from moe_ffn.interop.audit.structure import (
     K_OPTIONS,
+    check_experts,
     check_left_out,
     check_structure,
-    check_zeros,
     option_of,
 )
 from moe_ffn.outputs import dtype_name
@@ -91,7 +91,7 @@ def _numeric_checks(
     for layer in probe.layers:
         if layer not in probe.reached:
             yield NUMBERS.at(layer.name).skips("no token of this batch reaches this layer")
-    yield from check_zeros(probe)
+    yield from check_experts(probe)
     yield from check_gradients(probe)
     if objective is None:
         yield from check_balancing(probe, trains=trains, accumulation=accumulation)
@@ -135,7 +135,7 @@ def facts(probe: Probe) -> dict[str, str]:
     return {
         "sparse layers": f"{len(layers)} ({', '.join(sorted({kinds[layer.kind] for layer in layers}))})",
         "experts": f"{', '.join(map(str, counts))}, {ks or '?'} per token",
-        "shared expert": "yes" if any(layer.has_shared_expert for layer in layers) else "no",
+        "shared expert": "yes" if any(layer.shared for layer in layers) else "no",
         "parameters": f"{total:,}, {in_experts / max(total, 1):.0%} in experts"
         + (f", {round(total - idle):,} active" if ks else ""),
         "dtype": ", ".join(dtypes),

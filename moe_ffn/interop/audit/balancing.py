@@ -14,6 +14,7 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES, pooled_load_balancing_los
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.audit.findings import BALANCING, Finding
 from moe_ffn.interop.audit.probe import Outputs, Probe, mode
+from moe_ffn.interop.audit.structure import option_of
 from moe_ffn.outputs import Routing
 from moe_ffn.routing.base import Router, RouterConfig
 from moe_ffn.routing.relu import ReLURouterConfig
@@ -46,10 +47,7 @@ def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterato
     if not hasattr(probe.config, "output_router_logits"):
         yield from _without_a_loss(probe, trains)
         return
-    coefficient = next(
-        (v for n in COEFFICIENTS if isinstance(v := getattr(probe.config, n, None), float)),
-        None,
-    )
+    coefficient = option_of(probe.config, COEFFICIENTS, float)
     if not (probe.config.output_router_logits and coefficient):
         why = "output_router_logits is false" if coefficient else "the weight of the loss is 0"
         yield BALANCING.finding(
@@ -59,6 +57,9 @@ def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterato
             if trains
             else "",
         )
+        return
+    if probe.has_encoder:
+        yield BALANCING.skips("the losses of an encoder and a decoder are not compared")
         return
     with mode(probe.model, training=False), torch.no_grad():
         yield from _of_transformers(probe, coefficient, accumulation)

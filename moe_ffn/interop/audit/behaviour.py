@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.interop.audit.findings import (
@@ -19,6 +21,7 @@ from moe_ffn.interop.audit.findings import (
     STRUCTURE,
     Finding,
 )
+from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Outputs, Probe, mode
 from moe_ffn.interop.audit.structure import K_OPTIONS, option_of
 from moe_ffn.metrics.functional import load_entropy, logit_max, max_violation, nonfinite_tokens
@@ -27,6 +30,12 @@ from moe_ffn.training.config import AlarmsConfig
 
 MAX_CHANGE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Dtype -> largest change of a logit, as a share of the largest logit, that rounding explains."""
+
+SCALE_OPTIONS = ("routed_scaling_factor", "moe_routed_scaling_factor", "route_scale")
+"""Names of options in configs of transformers for the factor of the weights."""
+
+MAX_SPREAD = 1e-2
+"""Largest relative difference of two weights that rounding to 16 bits explains."""
 
 MIN_PAIRS_PER_EXPERT = 32
 """Mean number of pairs per expert below which an idle expert tells nothing."""
@@ -54,9 +63,8 @@ def check_behaviour(probe: Probe) -> Iterator[Finding]:
 
 
 def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
-    """Compare the experts per token and the sums of their weights with the config."""
+    """Compare the experts per token and their weights with the config."""
     k = option_of(probe.config, K_OPTIONS)
-    normalizes = getattr(probe.config, "norm_topk_prob", None)
     for layer in probe.layers:
         routing = passed.routings.get(layer.name)
         if routing is None or layer.kind == "moe_ffn":
@@ -67,16 +75,66 @@ def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
                 f"the config declares {k} experts per token, but a token gets {actual:g}",
                 "set the same number in the config and in the router",
             )
-        if normalizes is None or actual < 2:
-            continue
-        sums_T = routing.weights_N.reshape(routing.num_tokens, -1).sum(dim=-1)
-        is_constant = bool((sums_T - sums_T[0]).abs().max() <= 1e-2 * sums_T.abs().max())
-        if is_constant != bool(normalizes) and routing.num_experts > actual:
-            yield STRUCTURE.at(layer.name).fails(
-                f"the config has norm_topk_prob {bool(normalizes)}, but the weights of a token sum to "
-                f"{sums_T.min():.3f} to {sums_T.max():.3f}",
-                "set the same value in the config and in the router",
-            )
+        yield from _declared_weights(probe, layer, routing)
+
+
+def _declared_weights(probe: Probe, layer: SparseLayer, routing: Routing) -> Iterator[Finding]:
+    """Compare the weights with the config: are they renormalised, and by what are they multiplied?"""
+    normalizes = getattr(probe.config, "norm_topk_prob", None)
+    scale = option_of(probe.config, SCALE_OPTIONS, int | float)
+    weights_TK = routing.weights_N.view(routing.num_tokens, -1)
+    factors = weights_TK.sum(dim=-1)
+    is_normalized = _is_constant(factors)
+    if (
+        normalizes is not None
+        and 1 < weights_TK.shape[1] < routing.num_experts
+        and is_normalized != bool(normalizes)
+    ):
+        yield STRUCTURE.at(layer.name).fails(
+            f"the config has norm_topk_prob {bool(normalizes)}, but the weights of a token sum to "
+            f"{factors.min():.3f} to {factors.max():.3f}",
+            "set the same value in the config and in the router",
+        )
+        return
+    if scale is None and not normalizes:
+        return
+    if not is_normalized and routing.scores_TE is not None:
+        ids_TK = routing.expert_ids_N.view_as(weights_TK)
+        factors = weights_TK / routing.scores_TE.gather(1, ids_TK)
+    declared, factor = scale or 1.0, factors.mean().item()
+    if not _is_constant(factors):  # scores that are no function of the logits
+        return
+    if not math.isclose(factor, declared, rel_tol=MAX_SPREAD) and not math.isclose(
+        factor * _factor_after(probe, layer), declared, rel_tol=MAX_SPREAD
+    ):
+        what = "sum to" if is_normalized else "are the scores times"
+        yield STRUCTURE.at(layer.name).fails(
+            f"the weights of a token {what} {factor:.3g}, but the config scales them by {declared:g}",
+            "multiply the weights or the output of the experts by the factor of the config, once",
+        )
+
+
+def _is_constant(values: Tensor) -> bool:
+    return bool((values - values.mean()).abs().max() <= MAX_SPREAD * values.abs().max())
+
+
+def _factor_after(probe: Probe, layer: SparseLayer) -> float:
+    """Return the factor by which the block multiplies the output of its experts, as a derivative."""
+    outputs: list[Tensor] = []
+
+    def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        outputs.append(output.detach().requires_grad_())
+        return outputs[-1]
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    with torch.enable_grad(), ExitStack() as hooks:
+        hooks.callback(layer.experts[-1].register_forward_hook(cut).remove)
+        hooks.callback(layer.block.register_forward_hook(keep).remove)
+        probe.logits(labels=None)
+        experts, block = outputs
+        return torch.autograd.grad(block.sum(), experts)[0].mean().item()
 
 
 def _change(probe: Probe, one: Tensor, other: Tensor) -> tuple[float, float]:
@@ -98,7 +156,7 @@ def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     altered = ids_BS.clone()
     vocab_size = passed.logits_BSV.shape[-1]
     altered[:, half:] = (altered[:, half:] * 7 + 13) % vocab_size
-    again = probe.run(input_ids=altered, labels=None)
+    again = probe.run(**{probe.ids_name: altered}, labels=None)
     mask = probe.mask_BS[:, :half]
     change, limit = _change(
         probe, passed.logits_BSV[:, :half][mask], again.logits_BSV[:, :half][mask]
@@ -119,9 +177,7 @@ def _sees_later_tokens(probe: Probe) -> bool:
     config = getattr(probe.base, "config", None)
     if hasattr(config, "causal"):
         return not config.causal  # pyright: ignore[reportOptionalMemberAccess]
-    return "MaskedLM" in type(probe.base).__name__ or bool(
-        getattr(config, "is_encoder_decoder", False)
-    )
+    return "MaskedLM" in type(probe.base).__name__
 
 
 def brief(change: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from moe_ffn import html_repr
 
@@ -78,14 +78,6 @@ NUMBERS = Check("numbers")
 """Numbers that cannot be computed: on the meta device, or in a layer that the batch does not reach."""
 
 
-class Failure(NamedTuple):
-    """A finding that fails, in short."""
-
-    check: str
-    place: str
-    sentence: str
-
-
 @dataclass(frozen=True)
 class AuditReport:
     """All findings of an audit, which `print(report)` shows."""
@@ -105,19 +97,12 @@ class AuditReport:
         return not self.failures
 
     @property
-    def failures(self) -> list[Failure]:
-        return self._of("fail")
+    def failures(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.verdict == "fail"]
 
     @property
-    def warnings(self) -> list[Failure]:
-        return self._of("warn")
-
-    def _of(self, verdict: Verdict) -> list[Failure]:
-        return [
-            Failure(finding.check, finding.place, finding.sentence)
-            for finding in self.findings
-            if finding.verdict == verdict
-        ]
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.verdict == "warn"]
 
     @property
     def summary(self) -> str:

@@ -69,7 +69,14 @@ class SparseLayer:
     adapters: tuple[ExpertTensor, ...]
     routers: dict[str, nn.Parameter]
     """Parameters of the routers, by their names in the model."""
-    has_shared_expert: bool
+    shared: dict[str, nn.Parameter]
+    """Parameters of the shared experts."""
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of experts, adapters, routers and shared experts, by their names in the model."""
+        tensors = {tensor.name: tensor.parameter for tensor in (*self.weights, *self.adapters)}
+        return {**tensors, **self.routers, **self.shared}
 
     @property
     def num_parameters(self) -> int:
@@ -163,7 +170,8 @@ def _layer(
     wrapped = [model.get_submodule(expert_path) for expert_path in expert_paths]
     if isinstance(block, FFNBlock):
         kind: Kind = "moe_ffn"
-        bases = _experts_of(block)
+        parts = [part for part in block.modules() if isinstance(part, Experts)]
+        bases = [*dict.fromkeys(part.innermost for part in parts)]
         wrapped = [
             part
             for part in block.modules()
@@ -186,18 +194,14 @@ def _layer(
         weights=tuple(tensor for tensor in experts if not tensor.adapter),
         adapters=tuple(tensor for tensor in experts if tensor.adapter),
         routers=_router_parameters(block, wrapped, num_experts, names),
-        has_shared_expert=any(
-            _SHARED.search(name)
-            for name, part in block.named_children()
-            if any(True for _ in part.parameters())
-        ),
+        shared={
+            names[id(parameter)]: parameter
+            for place in (block, model.get_submodule(path.rpartition(".")[0]))
+            for name, part in place.named_children()
+            if _SHARED.search(name)
+            for parameter in part.parameters()
+        },
     )
-
-
-def _experts_of(block: nn.Module) -> list[nn.Module]:
-    """Return the experts of our block, inside all wrappers."""
-    parts = (part.innermost for part in block.modules() if isinstance(part, Experts))
-    return [*dict.fromkeys(parts)]
 
 
 def _leading_size(modules: Iterable[nn.Module]) -> int:

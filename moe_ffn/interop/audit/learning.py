@@ -5,7 +5,7 @@ E experts, T tokens, N (token, expert) pairs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,13 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.interop.audit.findings import LEARNING, Finding, places
-from moe_ffn.interop.audit.layers import ExpertTensor, SparseLayer
+from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.outputs import FFNOutput, Routing
 
 MIN_ROUTER_SHARE = 1e-6
 """Norm of a router's gradient, as a share of the largest gradient norm in its layer, below which it is dead.
 Weights that are constant up to rounding have a share of 1e-8."""
+
+MIN_RATE_SHARE = 1e-4
+"""Learning rate, as a share of the highest, below which a tensor is as good as frozen."""
 
 
 def check_requires_grad(probe: Probe) -> Iterator[Finding]:
@@ -47,18 +50,18 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
                 + places(frozen),
                 "call requires_grad_() on them, unless they should stay as they are",
             )
-        fixed = [n for n, p in layer.routers.items() if "bias" not in n and id(p) not in trained]
-        if fixed and weights and not is_adapted:
-            yield LEARNING.at(layer.name).warns(
-                f"the router does not require a gradient, while the experts do: {places(fixed)}",
-                "call requires_grad_() on it, unless it should stay as it is",
-            )
+        for what, parameters in (("router", layer.routers), ("shared expert", layer.shared)):
+            fixed = [n for n, p in parameters.items() if "bias" not in n and id(p) not in trained]
+            if fixed and weights and not is_adapted:
+                yield LEARNING.at(layer.name).warns(
+                    f"the {what} does not require a gradient, while the experts do: {places(fixed)}",
+                    "call requires_grad_() on it, unless it should stay as it is",
+                )
 
 
 def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    """Find trained tensors that the optimizer never changes, and weight decay on biases."""
+    """Find trained tensors that the optimizer hardly changes, and weight decay on biases."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    rates = [group["lr"] for group in optimizer.param_groups]
     names = dict(probe.model.named_parameters())
     if not any(parameter.requires_grad for parameter in names.values()):
         yield LEARNING.fails(
@@ -68,47 +71,36 @@ def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[
         return
     absent = [n for n, p in names.items() if p.requires_grad and id(p) not in groups]
     if absent:
-        experts = {t.name for layer in probe.layers for t in (*layer.weights, *layer.adapters)}
-        routers = {name for layer in probe.layers for name in layer.routers}
-        num_experts = sum(name in experts for name in absent)
-        num_routers = sum(name in routers for name in absent)
+        sparse = {name for layer in probe.layers for name in layer.parameters}
         yield LEARNING.fails(
-            f"{len(absent)} trainable tensors are in no group of the optimizer ({num_experts} of experts, "
-            f"{num_routers} of routers): {places(absent)}",
+            f"{len(absent)} trainable tensors ({len(sparse.intersection(absent))} in sparse layers) are in "
+            f"no group of the optimizer: {places(absent)}",
             "pass them to the optimizer; it may have been built before the model was changed",
         )
-    still = [
-        name
-        for name, parameter in names.items()
-        if id(parameter) in groups and groups[id(parameter)]["lr"] == 0 and any(rates)
-    ]
-    if still:
+    rates = {n: float(groups[id(p)]["lr"]) for n, p in names.items() if id(p) in groups}
+    highest = max(rates.values(), default=0.0)
+    slow = [name for name, rate in rates.items() if rate < MIN_RATE_SHARE * highest]
+    if slow:
+        lowest = min(rates.values())
         yield LEARNING.fails(
-            f"{len(still)} tensors have a learning rate of 0: {places(still)}",
-            "give their group a rate",
+            f"{len(slow)} tensors have a learning rate of {lowest:g}, others of {highest:g}: {places(slow)}",
+            "raise the rate of their group",
         )
     decayed = [
         name
         for layer in probe.layers
-        for name, parameter in _biases(layer)
-        if groups.get(id(parameter), {}).get("weight_decay")
+        for name, parameter in layer.parameters.items()
+        if "bias" in name.rpartition(".")[2] and groups.get(id(parameter), {}).get("weight_decay")
     ]
     if decayed:
         yield LEARNING.warns(
             f"{len(decayed)} biases of experts or routers have weight decay: {places(decayed)}",
             "put them into a group with weight_decay 0",
         )
-    if not (absent or still or decayed):
-        yield LEARNING.passes("the optimizer has every trainable tensor, with a rate above 0")
-
-
-def _biases(layer: SparseLayer) -> Iterator[tuple[str, nn.Parameter]]:
-    for tensor in layer.weights:
-        if "bias" in tensor.name.rpartition(".")[2]:
-            yield tensor.name, tensor.parameter
-    for name, parameter in layer.routers.items():
-        if "bias" in name.rpartition(".")[2]:
-            yield name, parameter
+    if not (absent or slow or decayed):
+        yield LEARNING.passes(
+            f"the optimizer has every trainable tensor, with rates up to {highest:g}"
+        )
 
 
 # -- gradients
@@ -118,7 +110,8 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
     """Run a backward pass of the cross-entropy, and look at the gradient of every expert and router."""
     if not any(parameter.requires_grad for parameter in probe.model.parameters()):
         return
-    parameters = [*{p: None for layer in probe.reached for p in _trained(layer)}]
+    trained = {layer.name: _trained(layer) for layer in probe.reached}
+    parameters = [*{p: None for found in trained.values() for p in found.values()}]
     with mode(probe.model, training=True), torch.enable_grad(), ExitStack() as hooks:
         outputs: dict[str, list[tuple[int | None, Tensor]]] = {}
         for layer in probe.reached:
@@ -144,19 +137,17 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
         problems = [
             *_expert_problems(layer, used_E, gradients),
             *_router_problems(layer, gradients),
+            *_shared_problems(layer, gradients),
         ]
         yield from problems
-        if not problems and any(True for _ in _trained(layer)):
+        if not problems and trained[layer.name]:
             yield LEARNING.at(layer.name).passes(
                 "each expert that changed the loss has a gradient, no other has one, and the router learns"
             )
 
 
-def _trained(layer: SparseLayer) -> Iterator[nn.Parameter]:
-    tensors: Iterable[ExpertTensor] = (*layer.weights, *layer.adapters)
-    for parameter in (*(tensor.parameter for tensor in tensors), *layer.routers.values()):
-        if parameter.requires_grad:
-            yield parameter
+def _trained(layer: SparseLayer) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in layer.parameters.items() if p.requires_grad}
 
 
 def _keep_outputs(
@@ -278,6 +269,23 @@ def _router_problems(
             f"{places([*trained])}",
             "the weights of the experts must depend on the router's scores: with one expert per token do not "
             "renormalise them, and do not detach them",
+        )
+
+
+def _shared_problems(
+    layer: SparseLayer, gradients: Mapping[nn.Parameter, Tensor | None]
+) -> Iterator[Finding]:
+    dead = [
+        name
+        for name, parameter in layer.shared.items()
+        if parameter.requires_grad
+        and ".lora_A." not in name  # zero, because B begins at zero
+        and ((grad := gradients.get(parameter)) is None or not grad.any())
+    ]
+    if dead:
+        yield LEARNING.at(layer.name).fails(
+            f"the shared expert has no gradient, so its output does not reach the loss: {places(dead)}",
+            "look for a forward that drops or masks its output, detach or no_grad",
         )
 
 

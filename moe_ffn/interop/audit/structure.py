@@ -20,14 +20,17 @@ K_OPTIONS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"
 E_OPTIONS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Names of options in configs of transformers: experts per token, and experts."""
 
+SAMPLE = 4096
+"""Evenly spaced numbers of a tensor by which experts are compared."""
+
 SMALL_SHARE = 0.01
 """Share of the parameters below which a tensor that was left out is not worth a warning."""
 
 
-def option_of(config: Any, names: tuple[str, ...]) -> Any:
-    return next(
-        (value for name in names if isinstance(value := getattr(config, name, None), int)), None
-    )
+def option_of(config: Any, names: tuple[str, ...], kind: Any = int) -> Any:
+    """Return the first of these options that the config has, as a number; None if it has none."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, kind)), None)
 
 
 def check_structure(probe: Probe) -> Iterator[Finding]:
@@ -107,9 +110,17 @@ def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
     return {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
 
 
-def check_zeros(probe: Probe) -> Iterator[Finding]:
-    """Find experts whose matrix is zero while those of other experts are not."""
+def check_experts(probe: Probe) -> Iterator[Finding]:
+    """Find experts that are equal, or whose matrix is zero while those of other experts are not."""
     for layer in probe.layers:
+        samples = _samples(layer)
+        distinct = len(set(samples))
+        if distinct < len(samples):
+            yield STRUCTURE.at(layer.name).warns(
+                f"only {distinct} of {len(samples)} experts are distinct: the model is upcycled, or one "
+                "expert was loaded into several places",
+                "if it is not upcycled, compare it with its source: moe-ffn diff",
+            )
         empty: dict[str, list[int]] = {}
         for tensor in layer.weights:
             parameter = tensor.parameter
@@ -125,6 +136,16 @@ def check_zeros(probe: Probe) -> Iterator[Finding]:
                 f"matrices of some experts are all zero: {which}",
                 "load the weights again, unless these experts were pruned",
             )
+
+
+def _samples(layer: SparseLayer) -> list[bytes]:
+    """Return at most SAMPLE numbers of each tensor of each expert."""
+    rows: dict[int | None, list[Tensor]] = {}
+    for tensor in layer.weights:
+        values = tensor.by_expert(tensor.parameter.detach(), layer.num_experts)
+        step = max(1, values.shape[1] // SAMPLE)
+        rows.setdefault(tensor.expert, []).append(values[:, ::step].float().cpu())
+    return [row.numpy().tobytes() for found in rows.values() for row in torch.cat(found, dim=1)]
 
 
 # -- left out
