@@ -6,6 +6,7 @@ T tokens, D model width, E experts, K experts per token
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.interop.audit.findings import KERNELS, PRECISION, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.interop.routings import is_experts
-from moe_ffn.interop.transformers import implementation_of
-from moe_ffn.interop.transformers import run as run_on_our_kernels
+from moe_ffn.interop.transformers import implementation_of, weights_of
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.metrics.functional import chosen_experts
-from moe_ffn.outputs import Plan, Routing, dtype_name
+from moe_ffn.outputs import Routing, dtype_name
 
 MAX_TOKENS = 256
 """Tokens whose experts are computed again, so that a check stays quick."""
@@ -191,124 +192,151 @@ def check_kernels(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
         )
         return
     for module, args in calls.experts:
-        compare = _compare_ours if isinstance(module, MatrixExperts) else _compare_theirs
-        yield _compared(layer, module, partial(compare, module, args), _name(module))
+        yield _compared(layer, module, args)
 
 
-def _name(module: nn.Module) -> str:
-    if isinstance(module, MatrixExperts):
-        return f"moe_ffn ({module.config.backend})"
-    return implementation_of(module)
-
-
-def _compared(
-    layer: SparseLayer,
-    module: nn.Module,
-    compare: Callable[[], dict[str, float]],
-    implementation: str,
-) -> Finding:
+def _compared(layer: SparseLayer, module: Any, args: tuple[Any, ...]) -> Finding:
+    check = KERNELS.at(layer.name)
     parameter = next(module.parameters())
     if not parameter.is_floating_point():
-        return KERNELS.at(layer.name).skips("the weights of the experts are quantised")
+        return check.skips("the weights of the experts are quantised")
+    is_ours = isinstance(module, MatrixExperts)
+    name = f"moe_ffn ({module.config.backend})" if is_ours else implementation_of(module)
     try:
-        errors = compare()
+        errors = _errors(module, _call_of_ours(module, args) if is_ours else _call(module, args))
     except NotImplementedError as error:
-        return KERNELS.at(layer.name).skips(str(error))
+        return check.skips(str(error))
     limit = MAX_ERROR.get(parameter.dtype, 3e-2)
     if parameter.is_cuda and parameter.dtype == torch.float32:
         limit = TF32_ERROR
-    worst = max(errors, key=lambda name: _sortable(errors[name]))
+    wrong = [name for name, error in errors.items() if not error <= limit]
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     sentence = (
-        f"{implementation} in {dtype_name(parameter.dtype)}, compared with a loop in float64: largest "
+        f"{name} in {dtype_name(parameter.dtype)}, compared with a loop in float64: largest "
         f"difference {errors[worst]:.1e} of the largest value (in {worst})"
     )
-    if errors[worst] <= limit:
-        return KERNELS.at(layer.name).passes(sentence)
-    wrong = [name for name, error in errors.items() if not error <= limit]
-    return KERNELS.at(layer.name).fails(
+    if not wrong:
+        return check.passes(sentence)
+    return check.fails(
         f"{sentence}; above {limit:.0e}: {', '.join(wrong)}",
-        f"do not use {implementation} here; 'eager' of transformers and 'loop' of moe_ffn are plain loops",
+        f"do not use {name} here; 'eager' of transformers and 'loop' of moe_ffn are plain loops",
     )
 
 
-def _sortable(error: float) -> float:
-    return error if error == error else float("inf")
+@dataclass(frozen=True)
+class _Call:
+    """A call of experts with at most MAX_TOKENS tokens."""
+
+    x_TD: Tensor
+    token_indices_N: Tensor
+    expert_ids_N: Tensor
+    weights_N: Tensor
+    compute: Callable[[Tensor, Tensor], Tensor]
+    """The experts' own computation, from x_TD and weights_N."""
 
 
-def _compare_ours(module: MatrixExperts, args: tuple[Any, ...]) -> dict[str, float]:
+def _call_of_ours(module: MatrixExperts, args: tuple[Any, ...]) -> _Call:
     x_TD, plan = args[:2]
+    counts_E = plan.offsets_E.diff(prepend=plan.offsets_E.new_zeros(1))
+    ids_N = torch.arange(len(counts_E), device=x_TD.device).repeat_interleave(counts_E)
+    indices_N = plan.token_indices_N[: len(ids_N)]
+    few_N = indices_N < MAX_TOKENS
 
-    def run(experts: MatrixExperts, x_TD: Tensor, weights_N: Tensor, backend: str) -> Tensor:
-        own_plan = Plan(plan.token_indices_N, weights_N, plan.offsets_E, plan.pair_ids_N)
-        return run_experts(x_TD, own_plan, experts.weights(), backend)
+    def compute(x_TD: Tensor, weights_N: Tensor) -> Tensor:
+        own_plan = plan_of_pairs(indices_N[few_N], ids_N[few_N], weights_N, len(counts_E))
+        return run_experts(x_TD, own_plan, module.weights(), module.config.backend)
 
-    exact = copy.deepcopy(module).double()
-    return _errors(
-        partial(run, module, backend=module.config.backend),
-        partial(run, exact, backend="loop"),
-        module,
-        exact,
-        (x_TD, plan.weights_N),
-    )
+    weights_N = plan.weights_N[: len(ids_N)][few_N]
+    return _Call(x_TD[:MAX_TOKENS], indices_N[few_N], ids_N[few_N], weights_N, compute)
 
 
-def _compare_theirs(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
-    hidden_TD, ids_TK, weights_TK = (value[:MAX_TOKENS] for value in args[:3])
-    exact = copy.deepcopy(module).double()
+def _call(module: nn.Module, args: tuple[Any, ...]) -> _Call:
+    x_TD, ids_TK, weights_TK = (value[:MAX_TOKENS] for value in args[:3])
+    indices_TK = torch.arange(len(ids_TK), device=ids_TK.device).view(-1, 1).expand_as(ids_TK)
 
-    def theirs(hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
-        return module(hidden_TD, ids_TK, weights_TK)
+    def compute(x_TD: Tensor, weights_N: Tensor) -> Tensor:
+        return module(x_TD, ids_TK, weights_N.view_as(weights_TK))
 
-    def loop(hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
-        return run_on_our_kernels(exact, hidden_TD, ids_TK, weights_TK, "loop")
-
-    return _errors(theirs, loop, module, exact, (hidden_TD, weights_TK))
+    return _Call(x_TD, indices_TK.flatten(), ids_TK.flatten(), weights_TK.flatten(), compute)
 
 
-def _errors(
-    fast: Callable[[Tensor, Tensor], Tensor],
-    exact: Callable[[Tensor, Tensor], Tensor],
-    module: nn.Module,
-    exact_module: nn.Module,
-    inputs: tuple[Tensor, Tensor],
-) -> dict[str, float]:
-    """Return the relative error of the output, and of the gradient of each input and parameter."""
-    found = _results(fast, inputs, module)
-    expected = _results(exact, tuple(value.double() for value in inputs), exact_module)
-    return {name: _error(found[name], value) for name, value in expected.items() if name in found}
+def _errors(module: Any, call: _Call) -> dict[str, float]:
+    """Return the relative error of the output, and of the gradient of each input and parameter.
+
+    Experts are compared one by one, because a copy of a layer in float64 takes gigabytes.
+    """
+    found = _results(call.compute, (call.x_TD, call.weights_N), dict(module.named_parameters()))
+    sums = {name: torch.zeros_like(found[name], dtype=torch.float64) for name in _INPUTS}
+    differences: dict[str, list[Tensor]] = {name: [] for name in found}
+    scales: dict[str, list[Tensor]] = {name: [] for name in found}
+
+    def compare(name: str, found: Tensor, expected: Tensor) -> None:
+        differences[name].append((found.double() - expected).abs().max())
+        scales[name].append(expected.abs().max())
+
+    for expert in range(next(module.parameters()).shape[0]):
+        own_N = (call.expert_ids_N == expert).nonzero().flatten()
+        expected = _exact_results(module, expert, call, own_N) if len(own_N) else {}
+        if expected:
+            sums["output"] += expected["output"]
+            sums["gradient of the tokens"] += expected["gradient of the tokens"]
+            sums["gradient of the weights"][own_N] = expected["gradient of the weights"]
+        for name in found.keys() - sums.keys():
+            compare(name, found[name][expert], expected.get(name, found[name].new_zeros(1)))
+    for name, expected in sums.items():
+        compare(name, found[name], expected)
+    return {
+        name: (
+            torch.stack(differences[name]).max() / torch.stack(scales[name]).max().clamp(min=1e-30)
+        ).item()
+        for name in found
+    }
+
+
+_INPUTS = ("output", "gradient of the tokens", "gradient of the weights")
+
+
+def _exact_results(module: Any, expert: int, call: _Call, own_N: Tensor) -> dict[str, Tensor]:
+    """Return the results of one expert in float64, with the other experts left out."""
+    alone = copy.copy(module)
+    parameters = {
+        name: nn.Parameter(parameter.detach()[expert : expert + 1].double())
+        for name, parameter in module.named_parameters()
+    }
+    vars(alone)["_parameters"] = {**dict.fromkeys(vars(module)["_parameters"]), **parameters}
+
+    def compute(x_TD: Tensor, weights_N: Tensor) -> Tensor:
+        plan = plan_of_pairs(call.token_indices_N[own_N], torch.zeros_like(own_N), weights_N, 1)
+        weights = alone.weights() if isinstance(alone, MatrixExperts) else weights_of(alone)
+        return run_experts(x_TD, plan, weights, "loop")
+
+    return _results(compute, (call.x_TD.double(), call.weights_N[own_N].double()), parameters)
 
 
 def _results(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], module: nn.Module
+    compute: Callable[[Tensor, Tensor], Tensor],
+    inputs: tuple[Tensor, Tensor],
+    parameters: dict[str, nn.Parameter],
 ) -> dict[str, Tensor]:
     """Return the output and all gradients, for a fixed gradient of the output."""
     leaves = [value.detach().clone().requires_grad_() for value in inputs]
-    parameters = dict(module.named_parameters())
-    required = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    required = [parameter.requires_grad for parameter in parameters.values()]
+    targets = [*leaves, *parameters.values()]
     try:
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
+        for target in targets:
+            target.requires_grad_(True)
         with torch.enable_grad():
-            output = function(*leaves)
-        generator = torch.Generator().manual_seed(0)
-        direction = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-        targets = [*leaves, *parameters.values()]
-        grads = [torch.zeros_like(target) for target in targets]
+            output = compute(*leaves)
         if output.requires_grad:
+            generator = torch.Generator().manual_seed(0)
+            direction = torch.randn(output.shape, generator=generator, dtype=torch.float64)
             grads = torch.autograd.grad(
                 output, targets, direction.to(output), allow_unused=True, materialize_grads=True
             )
+        else:
+            grads = [torch.zeros_like(target) for target in targets]
     finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(required[name])
-    names = (
-        "gradient of the tokens",
-        "gradient of the weights",
-        *(f"gradient of {n}" for n in parameters),
-    )
+        for parameter, was_required in zip(parameters.values(), required, strict=True):
+            parameter.requires_grad_(was_required)
+    names = (*_INPUTS[1:], *(f"gradient of {name}" for name in parameters))
     return {"output": output.detach(), **dict(zip(names, grads, strict=True))}
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    scale = expected.abs().max().clamp(min=1e-30)
-    return ((found.double() - expected).abs().max() / scale).item()
