@@ -39,6 +39,7 @@ from moe_ffn.interop.transformers_folder import (
     load_adapter,
     load_hf_model,
     load_hf_tokenizer,
+    max_length_of,
     wrong_base,
 )
 from moe_ffn.kernels.select import BACKENDS
@@ -401,9 +402,7 @@ def _load_theirs(folder: Path, options: _Options) -> _Side:
     if kind_of(folder / TOKENIZER_FILE) is not None:
         encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
     vocab_size = model.get_input_embeddings().num_embeddings
-    config = model.config.get_text_config()
-    max_length = getattr(config, "max_position_embeddings", None) or MAX_LENGTH
-    return _Side(folder, options, model, encode, vocab_size, max_length)
+    return _Side(folder, options, model, encode, vocab_size, max_length_of(model) or MAX_LENGTH)
 
 
 def _merge(folder: Path, base: _Side) -> _Side:

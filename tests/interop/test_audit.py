@@ -1047,8 +1047,10 @@ def test_our_blocks_in_a_model_of_transformers() -> None:
     router = {"type": "top_k", "k": 2, "renormalize": True}
     moe_ffn.interop.swap_ffn(dense, [0, 1], {"type": "moe", "num_experts": 8, "router": router})
     report = audit(dense, batch())
-    # Experts that are copies of one dense block cannot be told apart.
-    assert set(problems(report)) <= {"learning", "health"}, report
+    assert set(problems(report)) <= {"structure", "learning", "health"}, report
+    copies = [finding.sentence for finding in report.warnings if finding.check == "structure"]
+    assert copies[0].startswith("only 1 of 8 experts are distinct: the model is upcycled")
+    assert len(copies) == 2
     assert report.facts["sparse layers"] == "2 (blocks of moe_ffn)"
 
 

@@ -62,6 +62,12 @@ class Check:
     def fails(self, sentence: str, advice: str) -> Finding:
         return self.finding("fail", sentence, advice)
 
+    def requires(
+        self, is_met: bool, sentence: str, advice: str, otherwise: Verdict = "fail"
+    ) -> Finding:
+        """Return a pass if the condition is met, else a failure or a warning."""
+        return self.passes(sentence) if is_met else self.finding(otherwise, sentence, advice)
+
 
 LOADING = Check("loading")
 STRUCTURE = Check("structure")

@@ -34,26 +34,28 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
         return
     is_adapted = any(".lora_" in name for name, _ in probe.model.named_parameters())
     for layer in probe.layers:
-        weights = [weight for weight in layer.weights if id(weight.parameter) in trained]
-        adapters = [adapter for adapter in layer.adapters if id(adapter.parameter) in trained]
+        check = LEARNING.at(layer.name)
         frozen = [weight.name for weight in layer.weights if id(weight.parameter) not in trained]
-        if layer.adapters and not adapters:
-            yield LEARNING.at(layer.name).fails(
-                "the adapters of the experts do not require a gradient: "
-                + places([adapter.name for adapter in layer.adapters]),
+        has_trained = len(frozen) < len(layer.weights)
+        if layer.adapters and not any(id(a.parameter) in trained for a in layer.adapters):
+            names = places(adapter.name for adapter in layer.adapters)
+            yield check.fails(
+                f"the adapters of the experts do not require a gradient: {names}",
                 "load the adapter with is_trainable=True",
             )
-        elif frozen and not is_adapted:
-            yield LEARNING.at(layer.name).finding(
-                "fail" if weights else "warn",
+        if is_adapted:
+            continue
+        if frozen:
+            yield check.finding(
+                "fail" if has_trained else "warn",
                 f"{len(frozen)} of {len(layer.weights)} expert tensors do not require a gradient: "
-                + places(frozen),
+                f"{places(frozen)}",
                 "call requires_grad_() on them, unless they should stay as they are",
             )
         for what, parameters in (("router", layer.routers), ("shared expert", layer.shared)):
             fixed = [n for n, p in parameters.items() if "bias" not in n and id(p) not in trained]
-            if fixed and weights and not is_adapted:
-                yield LEARNING.at(layer.name).warns(
+            if fixed and has_trained:
+                yield check.warns(
                     f"the {what} does not require a gradient, while the experts do: {places(fixed)}",
                     "call requires_grad_() on it, unless it should stay as it is",
                 )
@@ -196,57 +198,53 @@ def _expert_problems(
     layer: SparseLayer, used_E: Tensor | None, gradients: Mapping[nn.Parameter, Tensor | None]
 ) -> Iterator[Finding]:
     """Yield one finding for each kind of wrong gradient of the layer's experts."""
-    missing: list[str] = []
-    broken: list[str] = []
-    norms_E = torch.zeros(layer.num_experts, dtype=torch.float64)
-    by_tensor: dict[str, Tensor] = {}
-    trained = [t for t in (*layer.weights, *layer.adapters) if t.parameter.requires_grad]
-    for tensor in trained:
-        grad = gradients.get(tensor.parameter)
-        if grad is None:
-            if used_E is None or tensor.expert is None or used_E[tensor.expert]:
-                missing.append(tensor.name)
-            continue
-        if not grad.isfinite().all():
-            broken.append(tensor.name)
-            continue
-        rows = tensor.by_expert(grad, layer.num_experts).double().norm(dim=-1).cpu()
-        if tensor.expert is None:
-            norms_E += rows
-            by_tensor[tensor.name] = rows
-        else:
-            norms_E[tensor.expert] += rows[0]
+    check = LEARNING.at(layer.name)
     advice = "look for detach, no_grad or a replaced forward between the experts and the loss"
+    tensors = [t for t in (*layer.weights, *layer.adapters) if t.parameter.requires_grad]
+    trained = [(tensor, gradients.get(tensor.parameter)) for tensor in tensors]
+    missing = [
+        tensor.name
+        for tensor, grad in trained
+        if grad is None and (used_E is None or tensor.expert is None or used_E[tensor.expert])
+    ]
+    broken = [t.name for t, grad in trained if grad is not None and not grad.isfinite().all()]
     if missing:
-        sentence = f"{len(missing)} expert tensors have no gradient after a backward pass: {places(missing)}"
-        yield LEARNING.at(layer.name).fails(sentence, advice)
-    if broken:
-        sentence = (
-            f"gradients of {len(broken)} expert tensors are NaN or infinite: {places(broken)}"
+        yield check.fails(
+            f"{len(missing)} expert tensors have no gradient after a backward pass: {places(missing)}",
+            advice,
         )
-        yield LEARNING.at(layer.name).fails(sentence, "lower the learning rate or scale")
+    if broken:
+        yield check.fails(
+            f"gradients of {len(broken)} expert tensors are NaN or infinite: {places(broken)}",
+            "lower the learning rate or scale",
+        )
     if used_E is None or missing or broken or not trained:
         return
-    dead = _ids(used_E & (norms_E == 0))
-    still = [
-        name
-        for name, rows in by_tensor.items()
-        if "lora_" not in name and used_E.any() and not rows[used_E].any()
-    ]
-    stray = _ids(~used_E & (norms_E > 0))
+    norms_E = torch.zeros(layer.num_experts, dtype=torch.float64)
+    still: list[str] = []
+    for tensor, grad in trained:
+        if grad is None:
+            continue
+        rows = tensor.by_expert(grad, layer.num_experts).double().norm(dim=-1).cpu()
+        if tensor.expert is not None:
+            norms_E[tensor.expert] += rows[0]
+            continue
+        norms_E += rows
+        if not tensor.adapter and used_E.any() and not rows[used_E].any():
+            still.append(tensor.name)
+    dead = (used_E & (norms_E == 0)).nonzero().flatten().tolist()
+    stray = (~used_E & (norms_E > 0)).nonzero().flatten().tolist()
     if dead:
-        sentence = (
-            f"{len(dead)} experts computed tokens but have a gradient of zero: {places(dead)}"
+        yield check.fails(
+            f"{len(dead)} experts computed tokens but have a gradient of zero: {places(dead)}",
+            advice,
         )
-        yield LEARNING.at(layer.name).fails(sentence, advice)
     elif still:
-        sentence = f"the gradient of {places(still)} is zero for every expert"
-        yield LEARNING.at(layer.name).fails(sentence, advice)
+        yield check.fails(f"the gradient of {places(still)} is zero for every expert", advice)
     if stray:
-        sentence = f"{len(stray)} experts computed no token but have a gradient: {places(stray)}"
-        yield LEARNING.at(layer.name).fails(
-            sentence,
-            "gradients reach the wrong experts: compare the order of experts and of the router's rows",
+        yield check.fails(
+            f"{len(stray)} experts computed no token but have a gradient: {places(stray)}",
+            "compare the order of experts and of the router's rows",
         )
 
 
@@ -256,19 +254,14 @@ def _router_problems(
     trained = {name: p for name, p in layer.routers.items() if p.requires_grad and p.ndim >= 2}
     if not trained or layer.num_experts == 1:
         return
-    norms = [grad.double().norm().item() for grad in gradients.values() if grad is not None]
-    largest = max(norms, default=0.0)
-    router = sum(
-        grad.double().norm().item()
-        for parameter in trained.values()
-        if (grad := gradients.get(parameter)) is not None
-    )
+    norms = {p: grad.double().norm().item() for p, grad in gradients.items() if grad is not None}
+    largest = max(norms.values(), default=0.0)
+    router = sum(norms.get(parameter, 0.0) for parameter in trained.values())
     if not router > MIN_ROUTER_SHARE * largest:
         yield LEARNING.at(layer.name).fails(
             f"the cross-entropy gives the router no gradient (norm {router:.1e}, largest {largest:.1e}): "
-            f"{places([*trained])}",
-            "the weights of the experts must depend on the router's scores: with one expert per token do not "
-            "renormalise them, and do not detach them",
+            f"{places(trained)}",
+            "do not detach the weights of the experts, and do not renormalise one expert per token",
         )
 
 
@@ -287,7 +280,3 @@ def _shared_problems(
             f"the shared expert has no gradient, so its output does not reach the loss: {places(dead)}",
             "look for a forward that drops or masks its output, detach or no_grad",
         )
-
-
-def _ids(mask_E: Tensor) -> list[int]:
-    return mask_E.nonzero().flatten().tolist()

@@ -25,7 +25,7 @@ from moe_ffn.interop.routings import is_experts
 from moe_ffn.interop.transformers import implementation_of, weights_of
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.metrics.functional import chosen_experts
-from moe_ffn.outputs import Routing, dtype_name
+from moe_ffn.outputs import Plan, Routing, dtype_name
 
 MAX_TOKENS = 256
 """Tokens whose experts are computed again, so that a check stays quick."""
@@ -95,37 +95,31 @@ def check_precision(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
         chosen = _chosen(output)
         if chosen is None or not any(True for _ in router.parameters()):
             continue  # a table of experts has no scores
-        dtype = next((p.dtype for p in router.parameters()), torch.float32)
         flips = {
-            name: _flips(chosen, router, args, kwargs, other)
-            for name, other in (
-                ("bfloat16", torch.bfloat16),
-                ("float32", torch.float32),
-                ("float64", torch.float64),
-            )
+            dtype_name(dtype): share
+            for dtype in (torch.bfloat16, torch.float32, torch.float64)
+            if (share := _flips(chosen, router, args, kwargs, dtype)) is not None
         }
-        measured = ", ".join(
-            f"{share:.1%} in {name}" for name, share in flips.items() if share is not None
-        )
-        if not measured:
+        if not flips:
             continue
-        tied = _tied(output)
-        exact = flips["float64"] if flips["float64"] is not None else flips["float32"]
-        sentence = f"tokens whose experts change if the router is computed in another precision: {measured}"
-        if tied > MAX_FLIPS:
-            yield PRECISION.at(layer.name).warns(
+        check = PRECISION.at(layer.name)
+        if (tied := _tied(output)) > MAX_FLIPS:
+            yield check.warns(
                 f"{tied:.0%} of the tokens have equal scores at the border between chosen and other experts",
                 "the order of experts decides; look for a router that is zero, clamped or quantised",
             )
-        elif exact is not None and exact > MAX_FLIPS:
-            yield PRECISION.at(layer.name).warns(
-                sentence,
-                f"the router is in {dtype_name(dtype)}; keep its weights and logits in float32"
-                if (flips["float32"] or 0) > MAX_FLIPS
-                else "float32 cannot tell these scores apart; a router z-loss keeps logits small",
-            )
-        else:
-            yield PRECISION.at(layer.name).passes(sentence)
+            continue
+        measured = ", ".join(f"{share:.1%} in {name}" for name, share in flips.items())
+        dtype = dtype_name(next(router.parameters()).dtype)
+        in_float32 = flips.get("float32", 0.0)
+        yield check.requires(
+            flips.get("float64", in_float32) <= MAX_FLIPS,
+            f"tokens whose experts change if the router is computed in another precision: {measured}",
+            f"the router is in {dtype}; keep its weights and logits in float32"
+            if in_float32 > MAX_FLIPS
+            else "float32 cannot tell these scores apart; a router z-loss keeps logits small",
+            otherwise="warn",
+        )
 
 
 def _chosen(output: Any) -> Tensor | None:
@@ -200,10 +194,12 @@ def _compared(layer: SparseLayer, module: Any, args: tuple[Any, ...]) -> Finding
     parameter = next(module.parameters())
     if not parameter.is_floating_point():
         return check.skips("the weights of the experts are quantised")
-    is_ours = isinstance(module, MatrixExperts)
-    name = f"moe_ffn ({module.config.backend})" if is_ours else implementation_of(module)
+    if isinstance(module, MatrixExperts):
+        name = f"moe_ffn ({module.config.backend})"
+    else:
+        name = implementation_of(module)
     try:
-        errors = _errors(module, _call_of_ours(module, args) if is_ours else _call(module, args))
+        errors = _errors(module, args)
     except NotImplementedError as error:
         return check.skips(str(error))
     limit = MAX_ERROR.get(parameter.dtype, 3e-2)
@@ -223,49 +219,22 @@ def _compared(layer: SparseLayer, module: Any, args: tuple[Any, ...]) -> Finding
     )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of experts with at most MAX_TOKENS tokens."""
-
-    x_TD: Tensor
-    token_indices_N: Tensor
-    expert_ids_N: Tensor
-    weights_N: Tensor
-    compute: Callable[[Tensor, Tensor], Tensor]
-    """The experts' own computation, from x_TD and weights_N."""
-
-
-def _call_of_ours(module: MatrixExperts, args: tuple[Any, ...]) -> _Call:
-    x_TD, plan = args[:2]
-    counts_E = plan.offsets_E.diff(prepend=plan.offsets_E.new_zeros(1))
-    ids_N = torch.arange(len(counts_E), device=x_TD.device).repeat_interleave(counts_E)
-    indices_N = plan.token_indices_N[: len(ids_N)]
-    few_N = indices_N < MAX_TOKENS
-
-    def compute(x_TD: Tensor, weights_N: Tensor) -> Tensor:
-        own_plan = plan_of_pairs(indices_N[few_N], ids_N[few_N], weights_N, len(counts_E))
-        return run_experts(x_TD, own_plan, module.weights(), module.config.backend)
-
-    weights_N = plan.weights_N[: len(ids_N)][few_N]
-    return _Call(x_TD[:MAX_TOKENS], indices_N[few_N], ids_N[few_N], weights_N, compute)
-
-
-def _call(module: nn.Module, args: tuple[Any, ...]) -> _Call:
-    x_TD, ids_TK, weights_TK = (value[:MAX_TOKENS] for value in args[:3])
-    indices_TK = torch.arange(len(ids_TK), device=ids_TK.device).view(-1, 1).expand_as(ids_TK)
-
-    def compute(x_TD: Tensor, weights_N: Tensor) -> Tensor:
-        return module(x_TD, ids_TK, weights_N.view_as(weights_TK))
-
-    return _Call(x_TD, indices_TK.flatten(), ids_TK.flatten(), weights_TK.flatten(), compute)
-
-
-def _errors(module: Any, call: _Call) -> dict[str, float]:
+def _errors(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
     """Return the relative error of the output, and of the gradient of each input and parameter.
 
     Experts are compared one by one, because a copy of a layer in float64 takes gigabytes.
     """
-    found = _results(call.compute, (call.x_TD, call.weights_N), dict(module.named_parameters()))
+    x_TD, indices_N, ids_N, weights_N = _pairs(args)
+    num_experts = next(module.parameters()).shape[0]
+
+    def compute(x_TD: Tensor, weights_N: Tensor) -> Tensor:
+        if isinstance(module, MatrixExperts):
+            plan = plan_of_pairs(indices_N, ids_N, weights_N, num_experts)
+            return run_experts(x_TD, plan, module.weights(), module.config.backend)
+        size = (len(x_TD), -1)
+        return module(x_TD, ids_N.view(size), weights_N.view(size))
+
+    found = _results(compute, (x_TD, weights_N), dict(module.named_parameters()))
     sums = {name: torch.zeros_like(found[name], dtype=torch.float64) for name in _INPUTS}
     differences: dict[str, list[Tensor]] = {name: [] for name in found}
     scales: dict[str, list[Tensor]] = {name: [] for name in found}
@@ -274,21 +243,22 @@ def _errors(module: Any, call: _Call) -> dict[str, float]:
         differences[name].append((found.double() - expected).abs().max())
         scales[name].append(expected.abs().max())
 
-    for expert in range(next(module.parameters()).shape[0]):
-        own_N = (call.expert_ids_N == expert).nonzero().flatten()
-        expected = _exact_results(module, expert, call, own_N) if len(own_N) else {}
-        if expected:
+    for expert in range(num_experts):
+        own_N = (ids_N == expert).nonzero().flatten()
+        expected: dict[str, Tensor] = {}
+        if len(own_N):
+            expected = _of_expert(module, expert, x_TD, indices_N[own_N], weights_N[own_N])
             sums["output"] += expected["output"]
             sums["gradient of the tokens"] += expected["gradient of the tokens"]
             sums["gradient of the weights"][own_N] = expected["gradient of the weights"]
         for name in found.keys() - sums.keys():
             compare(name, found[name][expert], expected.get(name, found[name].new_zeros(1)))
-    for name, expected in sums.items():
-        compare(name, found[name], expected)
+    for name, total in sums.items():
+        compare(name, found[name], total)
     return {
-        name: (
-            torch.stack(differences[name]).max() / torch.stack(scales[name]).max().clamp(min=1e-30)
-        ).item()
+        name: float(
+            torch.stack(differences[name]).max() / torch.stack(scales[name]).max().clamp(1e-30)
+        )
         for name in found
     }
 
@@ -296,21 +266,38 @@ def _errors(module: Any, call: _Call) -> dict[str, float]:
 _INPUTS = ("output", "gradient of the tokens", "gradient of the weights")
 
 
-def _exact_results(module: Any, expert: int, call: _Call, own_N: Tensor) -> dict[str, Tensor]:
+def _pairs(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the first tokens, and the token, the expert and the weight of each of their pairs."""
+    x_TD, plan = args[:2]
+    if isinstance(plan, Plan):
+        counts_E = plan.offsets_E.diff(prepend=plan.offsets_E.new_zeros(1))
+        ids_N = torch.arange(len(counts_E), device=x_TD.device).repeat_interleave(counts_E)
+        indices_N, weights_N = plan.token_indices_N[: len(ids_N)], plan.weights_N[: len(ids_N)]
+    else:
+        ids_N, weights_N = (value.flatten() for value in args[1:3])
+        indices_N = torch.arange(len(x_TD), device=x_TD.device)
+        indices_N = indices_N.repeat_interleave(len(ids_N) // len(x_TD))
+    few_N = indices_N < MAX_TOKENS
+    return x_TD[:MAX_TOKENS], indices_N[few_N], ids_N[few_N], weights_N[few_N]
+
+
+def _of_expert(
+    module: Any, expert: int, x_TD: Tensor, indices_N: Tensor, weights_N: Tensor
+) -> dict[str, Tensor]:
     """Return the results of one expert in float64, with the other experts left out."""
     alone = copy.copy(module)
     parameters = {
         name: nn.Parameter(parameter.detach()[expert : expert + 1].double())
         for name, parameter in module.named_parameters()
     }
-    vars(alone)["_parameters"] = {**dict.fromkeys(vars(module)["_parameters"]), **parameters}
+    vars(alone)["_parameters"] = {**vars(module)["_parameters"], **parameters}
 
     def compute(x_TD: Tensor, weights_N: Tensor) -> Tensor:
-        plan = plan_of_pairs(call.token_indices_N[own_N], torch.zeros_like(own_N), weights_N, 1)
+        plan = plan_of_pairs(indices_N, torch.zeros_like(indices_N), weights_N, 1)
         weights = alone.weights() if isinstance(alone, MatrixExperts) else weights_of(alone)
         return run_experts(x_TD, plan, weights, "loop")
 
-    return _results(compute, (call.x_TD.double(), call.weights_N[own_N].double()), parameters)
+    return _results(compute, (x_TD.double(), weights_N.double()), parameters)
 
 
 def _results(
