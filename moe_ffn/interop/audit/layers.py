@@ -36,8 +36,11 @@ class ExpertTensor:
     parameter: nn.Parameter
     expert: int | None = None
     """The expert, in a list of experts; None if the parameter stacks all of them."""
-    adapter: Literal["", "A", "B"] = ""
-    """The matrix of a low-rank adapter that this is; empty for a weight of the experts."""
+
+    @property
+    def adapter(self) -> Literal["", "A", "B"]:
+        """The matrix of a low-rank adapter that this is; empty for a weight of the experts."""
+        return "A" if ".lora_A." in self.name else "B" if ".lora_B." in self.name else ""
 
     def by_expert(self, value: Tensor, num_experts: int) -> Tensor:
         """Return a value of the parameter's shape with one row for each expert, (E, ...) or (1, ...)."""
@@ -84,16 +87,11 @@ class SparseLayer:
         return sum(weight.parameter.numel() for weight in self.weights)
 
 
-def of_one_process(model: nn.Module) -> nn.Module:
+def of_one_process(model: Any) -> nn.Module:
     """Return the model inside DistributedDataParallel, DataParallel and `torch.compile`."""
-    inner: Any = model
-    while True:
-        if type(inner).__name__ in ("DistributedDataParallel", "DataParallel"):
-            inner = inner.module
-        elif hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        else:
-            return inner
+    if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+        return of_one_process(model.module)
+    return of_one_process(model._orig_mod) if hasattr(model, "_orig_mod") else model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -144,8 +142,13 @@ def _is_experts(path: str, module: nn.Module) -> bool:
     if not (_EXPERTS.search(name) or _EXPERTS.search(type(base).__name__)):
         return False
     if isinstance(base, nn.ModuleList | nn.ModuleDict):
-        return len(base) > 1
+        return len(listed(base)) > 1
     return any(parameter.ndim == 3 for parameter in base.parameters())
+
+
+def listed(experts: nn.Module) -> list[nn.Module]:
+    """Return the experts of a list, which may also contain a dropout, as in NLLB-MoE."""
+    return [part for part in experts.children() if any(True for _ in part.parameters())]
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
@@ -182,7 +185,7 @@ def _layer(
         bases = [*map(without_adapters, wrapped)]
         is_list = isinstance(bases[0], nn.ModuleList | nn.ModuleDict)
         kind = "listed" if is_list else "fused"
-        num_experts = len(bases[0]) if is_list else _leading_size(bases)  # pyright: ignore[reportArgumentType]
+        num_experts = len(listed(bases[0])) if is_list else _leading_size(bases)
     experts = [*_tensors(kind, wrapped, bases, num_experts, names)]
     return SparseLayer(
         name=path if number is None else layer_name(number),
@@ -220,25 +223,19 @@ def _tensors(
 ) -> Iterator[ExpertTensor]:
     if kind == "listed":
         for base in bases:
-            for expert, module in enumerate(base.children()):
+            for expert, module in enumerate(listed(base)):
                 for parameter in module.parameters():
-                    name = names[id(parameter)]
-                    yield ExpertTensor(name, parameter, expert, _adapter_of(name))
+                    yield ExpertTensor(names[id(parameter)], parameter, expert)
         return
     weights = {id(p): p for base in bases for p in base.parameters()}
     for identity, parameter in weights.items():
-        if (parameter.ndim == 2 and parameter.shape[0] == num_experts) or (
-            parameter.ndim == 3 and parameter.shape[0] >= num_experts
-        ):
+        size = parameter.shape[0] if parameter.ndim in (2, 3) else 0
+        if size == num_experts or (parameter.ndim == 3 and size > num_experts):
             yield ExpertTensor(names[identity], parameter)
-    adapters = {id(p): p for module in wrapped for p in module.parameters()}
-    for identity, parameter in adapters.items():
-        if identity not in weights and (matrix := _adapter_of(names[identity])):
-            yield ExpertTensor(names[identity], parameter, None, matrix)
-
-
-def _adapter_of(name: str) -> Literal["", "A", "B"]:
-    return "A" if ".lora_A." in name else "B" if ".lora_B." in name else ""
+    for parameter in dict.fromkeys(p for module in wrapped for p in module.parameters()):
+        tensor = ExpertTensor(names[id(parameter)], parameter)
+        if tensor.adapter:
+            yield tensor
 
 
 def _router_parameters(

@@ -5,7 +5,7 @@ E experts, T tokens, N (token, expert) pairs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.interop.audit.findings import LEARNING, Finding, places
-from moe_ffn.interop.audit.layers import SparseLayer
+from moe_ffn.interop.audit.behaviour import MIN_PAIRS_PER_EXPERT
+from moe_ffn.interop.audit.findings import HEALTH, LEARNING, Finding, places
+from moe_ffn.interop.audit.layers import SparseLayer, listed
 from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.outputs import FFNOutput, Routing
 
@@ -112,8 +113,8 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
     """Run a backward pass of the cross-entropy, and look at the gradient of every expert and router."""
     if not any(parameter.requires_grad for parameter in probe.model.parameters()):
         return
-    trained = {layer.name: _trained(layer) for layer in probe.reached}
-    parameters = [*{p: None for found in trained.values() for p in found.values()}]
+    of_layers = dict.fromkeys(p for layer in probe.reached for p in layer.parameters.values())
+    parameters = [parameter for parameter in of_layers if parameter.requires_grad]
     with mode(probe.model, training=True), torch.enable_grad(), ExitStack() as hooks:
         outputs: dict[str, list[tuple[int | None, Tensor]]] = {}
         for layer in probe.reached:
@@ -129,27 +130,25 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
                 "find the first layer with NaN or infinity",
             )
             return
-        grads: Sequence[Tensor | None] = [None] * len(parameters)
+        gradients: dict[nn.Parameter, Tensor | None] = dict.fromkeys(parameters)
         if parameters and loss.requires_grad:
             # Unlike loss.backward(), this runs no optimizer that a hook of a gradient calls.
             grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-        gradients = dict(zip(parameters, grads, strict=True))
+            gradients = dict(zip(parameters, grads, strict=True))
     for layer in probe.reached:
         used_E = _used_experts(layer, passed.routings, outputs[layer.name])
+        if probe.ids_BS.numel() >= MIN_PAIRS_PER_EXPERT * layer.num_experts:
+            yield from _idle_experts(layer, used_E)
         problems = [
             *_expert_problems(layer, used_E, gradients),
             *_router_problems(layer, gradients),
             *_shared_problems(layer, gradients),
         ]
         yield from problems
-        if not problems and trained[layer.name]:
+        if not problems and any(p.requires_grad for p in layer.parameters.values()):
             yield LEARNING.at(layer.name).passes(
                 "each expert that changed the loss has a gradient, no other has one, and the router learns"
             )
-
-
-def _trained(layer: SparseLayer) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in layer.parameters.items() if p.requires_grad}
 
 
 def _keep_outputs(
@@ -163,13 +162,13 @@ def _keep_outputs(
             hidden.retain_grad()
             kept.append((expert, hidden))
 
-    if layer.kind == "listed":
-        for experts in layer.experts:
-            for expert, module in enumerate(experts.children()):
-                hooks.callback(module.register_forward_hook(partial(keep, expert)).remove)
-    else:
-        module = layer.block if layer.kind == "moe_ffn" else layer.experts[-1]
-        hooks.callback(module.register_forward_hook(partial(keep, None)).remove)
+    modules: list[tuple[int | None, nn.Module]] = [(None, layer.experts[-1])]
+    if layer.kind == "moe_ffn":
+        modules = [(None, layer.block)]
+    elif layer.kind == "listed":
+        modules = [pair for experts in layer.experts for pair in enumerate(listed(experts))]
+    for expert, module in modules:
+        hooks.callback(module.register_forward_hook(partial(keep, expert)).remove)
 
 
 def _used_experts(
@@ -192,6 +191,17 @@ def _used_experts(
     used_E = torch.zeros(routing.num_experts, dtype=torch.bool, device=counted_N.device)
     used_E[routing.expert_ids_N[counted_N]] = True
     return used_E[: layer.num_experts].cpu()
+
+
+def _idle_experts(layer: SparseLayer, used_E: Tensor | None) -> Iterator[Finding]:
+    """Name experts in a list that computed no token; for others, their routing tells."""
+    trained = {w.expert for w in layer.weights if w.parameter.requires_grad}
+    idle = [e for e in trained if e is not None and used_E is not None and not used_E[e]]
+    if idle:
+        yield HEALTH.at(layer.name).warns(
+            f"{len(idle)} of {layer.num_experts} experts computed no token: {places(idle)}",
+            "give a longer or more varied text, or look at the code between router and experts",
+        )
 
 
 def _expert_problems(
@@ -277,6 +287,7 @@ def _shared_problems(
     ]
     if dead:
         yield LEARNING.at(layer.name).fails(
-            f"the shared expert has no gradient, so its output does not reach the loss: {places(dead)}",
-            "look for a forward that drops or masks its output, detach or no_grad",
+            f"{len(dead)} of {len(layer.shared)} tensors of the shared expert have no gradient: "
+            f"{places(dead)}",
+            "look for a forward that drops its output, detach or no_grad",
         )

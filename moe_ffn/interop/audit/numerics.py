@@ -126,8 +126,9 @@ def _chosen(output: Any) -> Tensor | None:
     """Return the chosen experts, bool (T, E), of our routing or of the tuple of a router of transformers."""
     if isinstance(output, Routing):
         return None if output.is_pairs_only else chosen_experts(output)
-    ids = next((v for v in output if isinstance(v, Tensor) and not v.is_floating_point()), None)
-    if ids is None or not isinstance(output[0], Tensor) or ids.ndim != 2:
+    tensors = [value for value in output if isinstance(value, Tensor)]
+    ids = next((value for value in tensors if not value.is_floating_point()), None)
+    if ids is None or ids is tensors[0] or ids.ndim != 2:  # masks, as in NLLB-MoE
         return None
     num_experts = output[0].shape[-1]
     chosen_TE = torch.zeros(len(ids), num_experts, dtype=torch.bool, device=ids.device)

@@ -47,19 +47,15 @@ class Probe:
         """True for an encoder with a decoder; ids, mask and labels are then those of the decoder."""
         self.batch = batch
         if self.has_encoder and _DECODER_IDS not in batch:
-            self.batch = _with_decoder_inputs(batch, config.decoder_start_token_id or 0)
+            start = getattr(config, "decoder_start_token_id", None) or 0
+            self.batch = _with_decoder_inputs(batch, start)
         if not self.ids_BS.is_meta and bool((self.labels_BS == IGNORED_TARGET).all()):
             raise ConfigError(
                 "audit: the batch has no token to predict: all labels are -100, or all tokens are padding"
             )
         self.layers = sparse_layers(model)
         self.unwatched = ""
-        """Reason why routings cannot be recorded; empty if they can."""
-        try:
-            with watch(model):
-                pass
-        except ConfigError as error:
-            self.unwatched = str(error)
+        """Reason why routings cannot be recorded, which `reached` finds out; empty if they can."""
 
     @property
     def base(self) -> nn.Module:
@@ -82,15 +78,10 @@ class Probe:
                 hooks.callback(hook.remove)
             try:
                 self.run(labels=None)
-            except ConfigError as error:  # no logits of routers, or experts of two layers in one
+            except ConfigError as error:  # experts in a list, or routers without logits
                 self.unwatched = str(error)
                 self.logits(labels=None)
         return [layer for layer in self.layers if layer.name in called]
-
-    @property
-    def has_data(self) -> bool:
-        """False for a model on the meta device, which has shapes but no numbers."""
-        return not any(parameter.is_meta for parameter in self.model.parameters())
 
     @property
     def ids_BS(self) -> Tensor:
