@@ -79,11 +79,8 @@ def load_target(
         batch = _batch(encode, text, num_tokens, max_length_of(model))
         return Target(model, *batch, _loading(info))
     if is_model_folder(folder):
-        model, tokenizer, objective = (
-            load_pretrained(folder, trust_code=trust_code),
-            load_tokenizer(folder),
-            None,
-        )
+        model = load_pretrained(folder, trust_code=trust_code)
+        tokenizer, objective = load_tokenizer(folder), None
     else:
         check_has_weights(folder)
         run = load_run(folder, trust_code=trust_code)

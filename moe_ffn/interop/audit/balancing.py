@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES, pooled_load_balancing_loss
-from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.audit.findings import BALANCING, Finding
 from moe_ffn.interop.audit.probe import Outputs, Probe, mode
 from moe_ffn.interop.audit.structure import option_of
@@ -224,14 +223,8 @@ def check_objective(probe: Probe, objective: ObjectiveConfig) -> Iterator[Findin
         for name, loss in BALANCING_LOSSES.items()
         if not loss.weight_set_by_rule and name.startswith("load") and getattr(objective, name)
     }
-    unbalanced = [
-        name
-        for layer in probe.layers
-        if isinstance(layer.block, FFNBlock)
-        for name, router in layer.block.routers().items()
-        if _needs_a_loss(router)
-    ]
-    if weights or not unbalanced:
+    routers = [router for layer in probe.layers for router in layer.router_modules]
+    if weights or not any(map(_needs_a_loss, routers)):
         parts = [f"objective.{name} {weight:g}" for name, weight in weights.items()]
         balance = " and ".join(parts) or "the routers: by construction or by a rule"
         yield BALANCING.passes(f"balanced by {balance}")

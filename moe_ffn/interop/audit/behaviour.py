@@ -135,7 +135,8 @@ def _factor_after(probe: Probe, layer: SparseLayer) -> float:
         hooks.callback(layer.block.register_forward_hook(keep).remove)
         probe.logits(labels=None)
         experts, block = outputs
-        return torch.autograd.grad(block.sum(), experts)[0].mean().item()
+        (grad,) = torch.autograd.grad(block.sum(), experts, materialize_grads=True)
+        return grad.mean().item()
 
 
 def _change(probe: Probe, one: Tensor, other: Tensor) -> tuple[float, float]:

@@ -70,6 +70,7 @@ class SparseLayer:
     """E, experts with weights."""
     weights: tuple[ExpertTensor, ...]
     adapters: tuple[ExpertTensor, ...]
+    router_modules: tuple[nn.Module, ...]
     routers: dict[str, nn.Parameter]
     """Parameters of the routers, by their names in the model."""
     shared: dict[str, nn.Parameter]
@@ -187,6 +188,7 @@ def _layer(
         kind = "listed" if is_list else "fused"
         num_experts = len(listed(bases[0])) if is_list else _leading_size(bases)
     experts = [*_tensors(kind, wrapped, bases, num_experts, names)]
+    routers = _router_modules(block, wrapped, num_experts)
     return SparseLayer(
         name=path if number is None else layer_name(number),
         path=path,
@@ -196,7 +198,8 @@ def _layer(
         num_experts=num_experts,
         weights=tuple(tensor for tensor in experts if not tensor.adapter),
         adapters=tuple(tensor for tensor in experts if tensor.adapter),
-        routers=_router_parameters(block, wrapped, num_experts, names),
+        router_modules=tuple(routers),
+        routers={names[id(p)]: p for router in routers for p in router.parameters()},
         shared={
             names[id(parameter)]: parameter
             for place in (block, model.get_submodule(path.rpartition(".")[0]))
@@ -238,21 +241,19 @@ def _tensors(
             yield tensor
 
 
-def _router_parameters(
-    block: nn.Module, wrapped: list[nn.Module], num_experts: int, names: dict[int, str]
-) -> dict[str, nn.Parameter]:
-    """Return the parameters of the routers: in other libraries, of modules with a row for each expert."""
+def _router_modules(
+    block: nn.Module, wrapped: list[nn.Module], num_experts: int
+) -> list[nn.Module]:
+    """Return the routers: in other libraries, modules with a name or the rows of a router."""
     if isinstance(block, FFNBlock):
-        parts: list[nn.Module] = list(block.routers().values())
-    else:
-        parts = [
-            child
-            for name, child in block.named_children()
-            if child not in wrapped
-            and not _SHARED.search(name)
-            and (_ROUTER.search(name) or _has_rows(child, num_experts))
-        ]
-    return {names[id(p)]: p for part in parts for p in part.parameters()}
+        return [*block.routers().values()]
+    return [
+        child
+        for name, child in block.named_children()
+        if child not in wrapped
+        and not _SHARED.search(name)
+        and (_ROUTER.search(name) or _has_rows(child, num_experts))
+    ]
 
 
 def _has_rows(module: nn.Module, num_experts: int) -> bool:

@@ -67,7 +67,7 @@ def record(probe: Probe) -> dict[str, Recorded]:
     with mode(probe.model, training=False), torch.no_grad(), ExitStack() as hooks:
         for layer in probe.reached:
             calls = recorded[layer.name]
-            for module in _routers(layer):
+            for module in layer.router_modules:
                 hook = partial(after_router, calls)
                 hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             for module in layer.experts:
@@ -76,14 +76,6 @@ def record(probe: Probe) -> dict[str, Recorded]:
                     hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         probe.run()
     return recorded
-
-
-def _routers(layer: SparseLayer) -> list[nn.Module]:
-    if layer.kind == "moe_ffn":
-        return list(layer.block.routers().values())  # pyright: ignore[reportCallIssue]
-    paths = {name.rpartition(".")[0].removeprefix(f"{layer.path}.") for name in layer.routers}
-    children = {path.partition(".")[0] for path in paths}
-    return [child for name, child in layer.block.named_children() if name in children]
 
 
 # -- routers

@@ -115,8 +115,7 @@ def _moved_experts(layer: SparseLayer, places: int) -> Iterator[None]:
         return replace(routing, expert_ids_N=moved(routing.expert_ids_N))
 
     if layer.kind == "moe_ffn":
-        routers: Any = layer.block.routers()  # pyright: ignore[reportCallIssue]
-        hooks = [router.register_forward_hook(after_router) for router in routers.values()]
+        hooks = [router.register_forward_hook(after_router) for router in layer.router_modules]
     else:
         hooks = [
             m.register_forward_pre_hook(before_experts, with_kwargs=True) for m in layer.experts
