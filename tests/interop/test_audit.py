@@ -134,7 +134,7 @@ def test_no_family_with_other_experts_is_accused(
     assert {finding.check for finding in report.findings if finding.verdict == "skip"} == skipped
 
 
-SIDES: dict[str, dict[str, int]] = {
+SIDES: dict[str, dict[str, Any]] = {
     "switch_transformers": {
         **dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), 2),
         **dict.fromkeys(("num_layers", "num_decoder_layers"), 2),
@@ -153,8 +153,8 @@ SIDES: dict[str, dict[str, int]] = {
 
 def encoder_decoder(family: str = "switch_transformers") -> Case:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "d_model": 32, "num_experts": 4, "decoder_start_token_id": 0}
-    config = CONFIG_MAPPING[family](**sizes, **SIDES[family])
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "num_experts": 4, **SIDES[family]}
+    config = CONFIG_MAPPING[family](decoder_start_token_id=0, **sizes)
     model = AutoModelForSeq2SeqLM.from_config(config)
     nn.init.normal_(model.lm_head.weight, std=0.02)
     return Case(model)

@@ -175,7 +175,7 @@ def _layer(
     if isinstance(block, FFNBlock):
         kind: Kind = "moe_ffn"
         parts = [part for part in block.modules() if isinstance(part, Experts)]
-        bases = [*dict.fromkeys(part.innermost for part in parts)]
+        bases: list[nn.Module] = [*dict.fromkeys(part.innermost for part in parts)]
         wrapped = [
             part
             for part in block.modules()
