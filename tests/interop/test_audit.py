@@ -153,8 +153,9 @@ SIDES: dict[str, dict[str, Any]] = {
 
 def encoder_decoder(family: str = "switch_transformers") -> Case:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "num_experts": 4, **SIDES[family]}
-    config = CONFIG_MAPPING[family](decoder_start_token_id=0, **sizes)
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "num_experts": 4}
+    options = {**sizes, "decoder_start_token_id": 0, **SIDES[family]}
+    config = CONFIG_MAPPING[family](**options)
     model = AutoModelForSeq2SeqLM.from_config(config)
     nn.init.normal_(model.lm_head.weight, std=0.02)
     return Case(model)
