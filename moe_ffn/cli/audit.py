@@ -66,8 +66,10 @@ def main(argv: Sequence[str]) -> int:
             args.target, args.text, args.tokens, base=args.base, trust_code=args.trust_code
         )
         report = audit(target.model, target.ids_BS, objective=target.objective)
-    facts = {**report.facts, "text": target.text}
-    report = replace(report, findings=(*target.findings, *report.findings), facts=facts)
+    facts = {"text": target.text, "versions": versions("transformers", "peft")}
+    report = replace(
+        report, findings=(*target.findings, *report.findings), facts={**report.facts, **facts}
+    )
     show(report, Console(highlight=False))
     if args.html is not None:
         write_output("--html", args.html, page(report, args.target.resolve().name))
@@ -81,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
 def show(report: AuditReport, console: Console) -> None:
     """Print the verdict, what was audited, and a table of the findings."""
     console.print(report.summary, markup=False, style="bold")
-    console.print(f"{report.model}: {facts(report)}\n", markup=False, style="dim")
+    facts = (f"{name}: {value}" for name, value in report.facts.items())
+    console.print(f"{'; '.join((report.model, *facts))}\n", markup=False, style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for name in ("verdict", "check", "place"):
         table.add_column(name, no_wrap=name != "place", max_width=24, overflow="fold")
@@ -94,12 +97,6 @@ def show(report: AuditReport, console: Console) -> None:
     console.print(table)
 
 
-def facts(report: AuditReport) -> str:
-    return "; ".join(f"{name} {value}" for name, value in report.facts.items())
-
-
 def page(report: AuditReport, target: str) -> str:
     """Return the HTML page of an audit."""
-    return render(
-        "audit.html", report=report, target=target, facts=report.facts, versions=versions()
-    )
+    return render("audit.html", report=report, target=target)

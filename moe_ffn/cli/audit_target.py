@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from moe_ffn.interop.transformers_folder import (
     load_adapter,
     load_hf_tokenizer,
     load_with_info,
+    max_length_of,
 )
 from moe_ffn.report.inspect.text import read_text, text_of_run
 from moe_ffn.runs.folder import check_has_weights
 from moe_ffn.runs.reader import load_run
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.weights import pretrained
+from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
 MAX_LENGTH = 256
 """Longest sequence of a batch."""
@@ -71,36 +72,31 @@ def load_target(
         raise ConfigError(
             f"--base: '{folder}' is no adapter of peft, which has {ADAPTER_CONFIG}; leave it out"
         )
-    if pretrained.is_model_folder(folder):
-        model = pretrained.load_pretrained(folder, trust_code=trust_code)
-        encode = _encoder_of_ours(pretrained.load_tokenizer(folder))
-        ids_BS, name = _batch(encode, text, num_tokens, model.max_seq_len)
-        return Target(model, ids_BS, name)
-    if is_transformers_folder(folder):
-        model, info = load_with_info(folder)
-        ids_BS, name = _batch(
-            partial(encode_utf8, load_hf_tokenizer(folder)[0]), text, num_tokens, _max_length(model)
-        )
-        return Target(model, ids_BS, name, tuple(_loading(info)))
-    check_has_weights(folder)
-    run = load_run(folder, trust_code=trust_code)
-    objective, model = run.config.objective, run.model
-    if text is None:
-        windows = text_of_run(run, num_tokens).windows
-        return Target(model, torch.from_numpy(windows).long(), "validation split", (), objective)
-    ids_BS, name = _batch(_encoder_of_ours(run.tokenizer), text, num_tokens, model.max_seq_len)
-    return Target(model, ids_BS, name, (), objective)
+    model: Any
+    if is_transformers_folder(folder) and not is_model_folder(folder):
+        model, info = load_with_info(folder, accepts_encoder=True)
+        encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
+        batch = _batch(encode, text, num_tokens, max_length_of(model))
+        return Target(model, *batch, _loading(info))
+    if is_model_folder(folder):
+        model = load_pretrained(folder, trust_code=trust_code)
+        tokenizer, objective = load_tokenizer(folder), None
+    else:
+        check_has_weights(folder)
+        run = load_run(folder, trust_code=trust_code)
+        model, tokenizer, objective = run.model, run.tokenizer, run.config.objective
+        if text is None:
+            ids_BS = torch.from_numpy(text_of_run(run, num_tokens).windows).long()
+            return Target(model, ids_BS, "validation split", objective=objective)
+    batch = _batch(tokenizer.encode, text, num_tokens, model.max_seq_len)
+    return Target(model, *batch, objective=objective)
 
 
-def _loading(info: dict[str, Any]) -> list[Finding]:
+def _loading(info: dict[str, Any]) -> tuple[Finding, ...]:
     """Return findings on weights that transformers did not find, did not use, or could not fit."""
     wrong: tuple[tuple[str, Verdict, str], ...] = (
-        ("missing_keys", "fail", "are not in the files, and were initialised at random"),
-        (
-            "mismatched_keys",
-            "fail",
-            "have another shape in the files, and were initialised at random",
-        ),
+        ("missing_keys", "fail", "are not in the files, and are random"),
+        ("mismatched_keys", "fail", "have another shape in the files, and are random"),
         ("unexpected_keys", "warn", "are in the files, but the model does not use them"),
     )
     findings = [
@@ -112,7 +108,8 @@ def _loading(info: dict[str, Any]) -> list[Finding]:
         for key, verdict, what in wrong
         if info.get(key)
     ]
-    return findings or [LOADING.passes("the files have every tensor of the model, and no other")]
+    passed = LOADING.passes("the files have every tensor of the model, and no other")
+    return (*findings,) or (passed,)
 
 
 # -- adapters
@@ -137,33 +134,27 @@ def _adapter(
         )
         for names, what in (
             (adapted.unused, "match nothing in the model and have no effect"),
-            (adapted.missing, "are not in its file, and were initialised at random"),
+            (adapted.missing, "are not in its file, and are random"),
         )
         if names
     ] or [LOADING.passes("every tensor of the adapter has its place")]
-    return Target(adapted.model, target.ids_BS, target.text, (*target.findings, *findings))
+    return replace(target, model=adapted.model, findings=(*target.findings, *findings))
 
 
 # -- text
 
 
-def _encoder_of_ours(tokenizer: Any) -> Any:
-    return lambda content: tokenizer.encode(content).tolist()
-
-
-def _max_length(model: Any) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or MAX_LENGTH
-
-
-def _batch(encode: Any, text: Path | None, num_tokens: int, max_length: int) -> tuple[Tensor, str]:
+def _batch(
+    encode: Any, text: Path | None, num_tokens: int, max_length: int | None
+) -> tuple[Tensor, str]:
     """Return the first `num_tokens` tokens of a text as sequences of equal length, and its name."""
     if text is None:
         content = inspect.getsource(statistics).encode()
         name = "source of Python's statistics module"
     else:
         content, name = read_text(text), text.name
-    ids = torch.tensor(encode(content)[:num_tokens], dtype=torch.int64)
-    length = min(MAX_LENGTH, max_length, len(ids) // 2)  # two sequences or more
+    ids = torch.as_tensor(encode(content)[:num_tokens], dtype=torch.int64)
+    length = min(MAX_LENGTH, max_length or MAX_LENGTH, len(ids) // 2)  # two sequences or more
     if length < 2:
         raise ConfigError(f"--text: '{name}' has {len(ids)} tokens; give a text of four or more")
     return ids[: len(ids) // length * length].view(-1, length), name

@@ -167,7 +167,7 @@ def _tensors(difference: Difference) -> Table:
     table.columns[0].justify, table.columns[0].overflow = "left", "fold"
     for tensor in difference.tensors[:MAX_TENSORS]:
         rows = f"{tensor.rows:,} of {tensor.num_rows:,}"
-        table.add_row(tensor.name, short(tensor.largest), f"{tensor.relative:.2%}", rows)
+        table.add_row(tensor.name, short(tensor.largest), tensor.share, rows)
     return table
 
 

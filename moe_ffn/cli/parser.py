@@ -127,13 +127,17 @@ class _Formatter(argparse.HelpFormatter):
         return wrap(" ".join(text.split()), width).split("\n")
 
 
-def versions() -> str:
-    """Return `moe_ffn 0.2.0, torch 2.13.0, Python 3.11.4`."""
+def versions(*libraries: str) -> str:
+    """Return `moe_ffn 0.2.0, torch 2.13.0, Python 3.11.4`, with further libraries after torch."""
+    found = ", ".join(f"{name} {_version(name)}" for name in ("moe_ffn", "torch", *libraries))
+    return f"{found}, Python {platform.python_version()}"
+
+
+def _version(name: str) -> str:
     try:
-        own_version = version("moe_ffn")
-    except PackageNotFoundError:  # run from a checkout
-        own_version = "(not installed)"
-    return f"moe_ffn {own_version}, torch {version('torch')}, Python {platform.python_version()}"
+        return version(name)
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def check_output(option: str, path: Path | None, opening: str) -> None:

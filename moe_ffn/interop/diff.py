@@ -39,6 +39,7 @@ from moe_ffn.interop.transformers_folder import (
     load_adapter,
     load_hf_model,
     load_hf_tokenizer,
+    max_length_of,
     wrong_base,
 )
 from moe_ffn.kernels.select import BACKENDS
@@ -78,10 +79,17 @@ class TensorDifference:
     largest: float
     """Largest absolute difference of two elements."""
     relative: float
-    """Largest difference divided by the largest absolute value in A."""
+    """Largest difference divided by the largest absolute value in A; infinite if that is 0 or not finite."""
     rows: int
     """Number of entries of the first axis that differ; these are experts if experts are stacked."""
     num_rows: int
+
+    @property
+    def share(self) -> str:
+        """The relative difference as text."""
+        if math.isfinite(self.relative):
+            return f"{self.relative:.2%}"
+        return "from zero" if math.isfinite(self.largest) else "not finite"
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,8 @@ class Difference:
     """Largest absolute difference of two logits."""
     not_finite: int
     """Tokens with a logit that is NaN or infinite in A or B; the other numbers leave them out."""
+    first_not_finite: Mapping[str, int]
+    """`A` or `B` -> first token at which it has such a logit."""
     positions: tuple[PositionDifference, ...]
     flips: Mapping[str, float]
     """Layer -> fraction of tokens whose set of experts differs; empty if there is no routing to compare."""
@@ -150,7 +160,7 @@ class Difference:
     @property
     def verdict(self) -> str:
         """Two sentences: how far apart the models are, and how much of it is routing."""
-        return f"{self._numbers()} {self._routing()}"
+        return self._numbers() if self.not_finite else f"{self._numbers()} {self._routing()}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -163,15 +173,16 @@ class Difference:
         if self.tensors:
             worst = self.tensors[0]
             count = f"{len(self.tensors)} of {self.num_tensors} tensors"
-            weights = f"{count} differ{rounded}, {worst.name} the most ({worst.relative:.1%})"
+            weights = f"{count} differ{rounded}, {worst.name} the most ({worst.share})"
         elif not self.num_tensors:
             weights = "the tensors were not compared"
         if self.only_a or self.only_b:
             weights += f", {len(self.only_a)} are only in A and {len(self.only_b)} only in B"
         if self.not_finite:
             return (
-                f"{_capital(weights)}, and {self.not_finite:,} of {self.num_tokens:,} tokens have logits "
-                "that are not finite."
+                f"{_capital(weights)}, and the logits of {' and '.join(self.first_not_finite)} are not "
+                f"finite in {self.not_finite:,} of {self.num_tokens:,} tokens, first at token "
+                f"{min(self.first_not_finite.values()):,}."
             )
         if not self.largest_logit:
             return f"{_capital(weights)}, and so are the logits of all {self.num_tokens:,} tokens."
@@ -391,9 +402,7 @@ def _load_theirs(folder: Path, options: _Options) -> _Side:
     if kind_of(folder / TOKENIZER_FILE) is not None:
         encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
     vocab_size = model.get_input_embeddings().num_embeddings
-    config = model.config.get_text_config()
-    max_length = getattr(config, "max_position_embeddings", None) or MAX_LENGTH
-    return _Side(folder, options, model, encode, vocab_size, max_length)
+    return _Side(folder, options, model, encode, vocab_size, max_length_of(model) or MAX_LENGTH)
 
 
 def _merge(folder: Path, base: _Side) -> _Side:
@@ -527,7 +536,7 @@ def _tensor_difference(name: str, one: Tensor, two: Tensor) -> TensorDifference:
     return TensorDifference(
         name,
         largest,
-        largest / scale if scale else math.inf,
+        largest / scale if scale and math.isfinite(largest) else math.inf,
         rows=int((rows != 0).sum()),
         num_rows=len(rows),
     )
@@ -544,11 +553,18 @@ class _Positions:
         self.kl = torch.zeros(length, dtype=torch.float64)
         self.kl_replayed = torch.zeros(length, dtype=torch.float64)
         self.largest_logit = torch.zeros(length, dtype=torch.float64)
+        self.first_not_finite: dict[str, int] = {}
+        self.num_seen = 0
 
     def add(self, a_SV: Tensor, b_SV: Tensor, replayed_SV: Tensor | None) -> None:
         """Add the logits of a window."""
         a_SV, b_SV = a_SV.double(), b_SV.double()
         real_S = (a_SV.isfinite() & b_SV.isfinite()).all(dim=-1)
+        for side, logits_SV in (("A", a_SV), ("B", b_SV)):
+            broken = (~logits_SV.isfinite()).any(dim=-1).nonzero().flatten().tolist()
+            for position in broken:
+                self.first_not_finite.setdefault(side, self.num_seen + position)
+        self.num_seen += len(a_SV)
         distance_S = (b_SV - a_SV).abs().amax(dim=-1).masked_fill(~real_S, 0)
         self.num_tokens += real_S.cpu()
         self.largest_logit = torch.maximum(self.largest_logit, distance_S.cpu())
@@ -611,6 +627,7 @@ def _compare_outputs(a: _Side, b: _Side, windows: Tensor, record: Tensor | None)
         "largest_logit": every.largest_logit,
         "kl_replayed": every.kl_replayed,
         "not_finite": windows.numel() - every.num_tokens,
+        "first_not_finite": dict(sorted(positions.first_not_finite.items())),
         "positions": tuple(
             positions.between(first, min(last, length - 1), replayed=has_replay)
             for first, last in _buckets(length)

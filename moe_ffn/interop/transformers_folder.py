@@ -54,8 +54,7 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
         raise ConfigError(f"'{folder}': {error}; give a sparse model") from error
     tokenizer, is_byte_level = load_hf_tokenizer(folder)
     ids = encode_utf8(tokenizer, text)
-    config = model.config.get_text_config()
-    max_length = getattr(config, "max_position_embeddings", None) or len(ids)
+    max_length = max_length_of(model) or len(ids)
     if not 0 < len(ids) <= max_length:
         raise ConfigError(
             f"--text: has {len(ids)} tokens, but '{folder}' accepts 1 to {max_length}; give another text"
@@ -80,7 +79,7 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
     return RoutedText(
         tokens=list(map(token_bytes, ids)),
         routings=passes[0],
-        num_layers=config.num_hidden_layers,
+        num_layers=model.config.get_text_config().num_hidden_layers,
         predictions=[
             (token_bytes(best_id), probability)
             for best_id, probability in zip(best_ids.tolist(), probabilities.tolist(), strict=True)
@@ -118,10 +117,18 @@ def load_hf_model(folder: Path, **options: Any) -> Any:
     return model.eval()
 
 
-def load_with_info(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+def max_length_of(model: Any) -> int | None:
+    """Return the longest text of a model, in tokens; None if its config names none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def load_with_info(
+    folder: Path, *, accepts_encoder: bool = False, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     """Return a language model, from config.json and safetensors alone, and lists of wrong weights.
 
     Args:
+        accepts_encoder: also load an encoder with a decoder.
         options: further arguments of `from_pretrained`.
 
     Returns:
@@ -131,12 +138,16 @@ def load_with_info(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
         ConfigError: see `route_text`; missing weights raise nothing.
     """
     transformers = import_transformers()
-    model_type = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
+    config = read_object(folder / CONFIG_FILE) or {}
+    has_encoder = accepts_encoder and config.get("is_encoder_decoder")
+    kind: Any = (
+        transformers.AutoModelForSeq2SeqLM if has_encoder else transformers.AutoModelForCausalLM
+    )
     weight_files(folder)  # rejects pickles
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        return kind.from_pretrained(
             folder,
             use_safetensors=True,
             local_files_only=True,
@@ -146,7 +157,7 @@ def load_with_info(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
         )
     except Exception as error:  # any type: a damaged file raises many
         raise ConfigError(
-            f"'{folder}' cannot be read as a language model of type {show(model_type)} "
+            f"'{folder}' cannot be read as a language model of type {show(config.get('model_type'))} "
             f"({first_line(error)})"
         ) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from moe_ffn.cli.demo import MODEL
 from tests.helpers import theirs
@@ -82,8 +82,24 @@ def test_weights_that_are_not_loaded_are_named(audit: Audit, folder: Path, tmp_p
     code, out, _ = audit(spoilt)
 
     assert code == 1
-    assert "are not in the files, and were initialised at random" in out
+    assert "are not in the files, and are random" in out
     assert "are in the files, but the model does not use them" in out
+
+
+def test_an_encoder_with_a_decoder_is_loaded(audit: Audit, folder: Path, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "switch_transformers", vocab_size=257, d_model=16, d_kv=8, d_ff=24, num_heads=2, num_layers=2,
+        num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+
+    code, out, _ = audit(tmp_path, "--tokens", "64")
+
+    assert code == 0
+    assert "SwitchTransformersForConditionalGeneration; sparse layers: 2 (experts in a list)" in out
+    assert "transformers " in out  # its version
 
 
 def adapter_for(folder: Path, target: Path, *parameters: str) -> None:

@@ -8,14 +8,14 @@ import statistics
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -74,9 +74,19 @@ def batch() -> dict[str, Tensor]:
 def problems(report: Any) -> dict[str, set[str]]:
     """Check -> places where it fails or warns."""
     found: dict[str, set[str]] = {}
-    for check, place, _ in (*report.failures, *report.warnings):
-        found.setdefault(check, set()).add(place)
+    for finding in (*report.failures, *report.warnings):
+        found.setdefault(finding.check, set()).add(finding.place)
     return found
+
+
+@dataclass
+class Case:
+    """A model with a defect, and how it is audited."""
+
+    model: Any
+    batch: Mapping[str, Any] = field(default_factory=batch)
+    optimizer: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 # -- healthy models
@@ -109,6 +119,7 @@ def test_no_healthy_family_is_accused(family: str) -> None:
     [
         ("jetmoe", {}, {"kernels", "health", "order"}),  # experts of other classes
         ("llama4_text", {}, {"kernels", "health", "order"}),
+        ("laguna", {"moe_routed_scaling_factor": 2.5}, {"order"}),  # scales the experts' output
         ("longcat_flash", LATENT, {"kernels", "health", "order"}),  # rows without an expert
         ("zaya", {"num_experts_per_tok": 1}, {"order"}),  # routers with arguments by name
     ],
@@ -121,6 +132,64 @@ def test_no_family_with_other_experts_is_accused(
     assert not problems(report), report
     assert len(set(report.layers)) == len(report.layers)
     assert {finding.check for finding in report.findings if finding.verdict == "skip"} == skipped
+
+
+SIDES: dict[str, dict[str, Any]] = {
+    "switch_transformers": {
+        **dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), 2),
+        **dict.fromkeys(("num_layers", "num_decoder_layers"), 2),
+        "num_heads": 4,
+        "d_kv": 8,
+        "d_ff": 24,
+    },
+    "nllb-moe": {
+        **dict.fromkeys(("encoder_sparse_step", "decoder_sparse_step"), 1),
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24),
+    },
+}
+
+
+def encoder_decoder(family: str = "switch_transformers") -> Case:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "num_experts": 4}
+    options = {**sizes, "decoder_start_token_id": 0, **SIDES[family]}
+    config = CONFIG_MAPPING[family](**options)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    nn.init.normal_(model.lm_head.weight, std=0.02)
+    return Case(model)
+
+
+@pytest.mark.parametrize("has_labels", [True, False])
+@pytest.mark.parametrize("family", SIDES)
+def test_both_sides_of_an_encoder_decoder_are_audited(family: str, has_labels: bool) -> None:
+    case = encoder_decoder(family)
+    labels = {"labels": batch()["input_ids"][:, :32].contiguous()} if has_labels else {}
+    report = audit(case.model, {**batch(), **labels})
+    # NLLB-MoE of transformers 5.23 sends all tokens to experts 0 and 1.
+    assert not problems(report).keys() - ({"health"} if family == "nllb-moe" else set()), report
+    assert report.facts["experts"] == "4, ? per token"
+    assert report.facts["batch"] == f"8 sequences of {32 if has_labels else 64} tokens"
+    sides = {name.removeprefix("model.").partition(".")[0] for name in report.layers}
+    learning = {finding.place for finding in report.findings if finding.check == "learning"}
+    assert sides == {"encoder", "decoder"}
+    assert learning == set(report.layers)
+
+
+def a_decoder_that_sees_later_tokens() -> Case:
+    case = encoder_decoder()
+    attention = case.model.decoder.block[0].layer[0].SelfAttention
+    original = attention.forward
+    attention.forward = lambda *args, **kwargs: original(*args, **{**kwargs, "mask": None})
+    return case
+
+
+def an_encoder_whose_experts_do_not_learn() -> Case:
+    case = encoder_decoder()
+    experts = case.model.encoder.block[1].layer[1].mlp.experts
+    experts.register_forward_hook(lambda module, args, output: output.detach())
+    return case
 
 
 def test_a_layer_that_no_token_reaches_is_not_accused() -> None:
@@ -217,16 +286,6 @@ def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
 # -- planted defects
 
 
-@dataclass
-class Case:
-    """A model with a defect, and how it is audited."""
-
-    model: Any
-    batch: Mapping[str, Any] = field(default_factory=batch)
-    optimizer: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
 def plain(**options: Any) -> Case:
     return Case(healthy(**options))
 
@@ -289,6 +348,35 @@ def one_expert_that_was_not_loaded() -> Case:
     with torch.no_grad():
         experts_of(case).down_proj[3] = 0
     return case
+
+
+def one_expert_loaded_into_all_places() -> Case:
+    case = plain()
+    with torch.no_grad():
+        for tensor in experts_of(case).parameters():
+            tensor.copy_(tensor[:1].expand_as(tensor))
+    return case
+
+
+def scaled(**options: Any) -> Case:
+    """A model whose config scales the weights by 2.5, which the router of layer 1 does not do."""
+    case = plain(family="glm4_moe", routed_scaling_factor=2.5, **options)
+    router_of(case).routed_scaling_factor = 1.0
+    return case
+
+
+def a_scaling_factor_that_is_ignored() -> Case:
+    return scaled()
+
+
+def a_scaling_factor_that_is_ignored_without_renormalising() -> Case:
+    return scaled(norm_topk_prob=False)
+
+
+def weights_that_sum_to_a_half() -> Case:
+    return patched_router(
+        lambda logits, weights, ids: (logits, weights / 2, ids), plain(norm_topk_prob=True)
+    )
 
 
 def weights_that_are_not_renormalised() -> Case:
@@ -413,6 +501,45 @@ def patched_router(change: Callable[[Any, Any, Any], Any], case: Case | None = N
     return case
 
 
+def with_shared_expert() -> Case:
+    return with_loss(family="qwen2_moe")
+
+
+def shared_expert_of(case: Case) -> Any:
+    return case.model.model.layers[1].mlp.shared_expert
+
+
+def a_frozen_shared_expert() -> Case:
+    case = with_shared_expert()
+    shared_expert_of(case).requires_grad_(requires_grad=False)
+    return case
+
+
+def a_shared_expert_times_zero() -> Case:
+    case = with_shared_expert()
+    shared_expert_of(case).register_forward_hook(lambda module, args, output: output * 0)
+    return case
+
+
+def a_shared_expert_that_is_dropped() -> Case:
+    case = with_shared_expert()
+    shared_expert_of(case).register_forward_hook(
+        lambda module, args, output: torch.zeros_like(output)
+    )
+    return case
+
+
+def a_dropped_shared_expert_of_ours() -> Case:
+    ffn = {"type": "moe", "shared_expert": "swiglu"}
+    options = {"num_layers": 2, "d_model": 16, "ffn": ffn}
+    model = moe_ffn.DecoderConfig.model_validate(options).build(64, 64)
+    shared: Any = model.get_submodule("layers.1.ffn.shared_expert")
+    shared.register_forward_hook(
+        lambda module, args, output: replace(output, hidden=torch.zeros_like(output.hidden))
+    )
+    return Case(model)
+
+
 # As in minimind PR#859.
 def a_router_whose_weights_are_detached() -> Case:
     return patched_router(lambda logits, weights, ids: (logits, weights.detach(), ids))
@@ -488,12 +615,24 @@ def an_optimizer_without_the_routers() -> Case:
     return adamw(with_loss(), lambda name: "gate.weight" not in name)
 
 
+def an_optimizer_without_the_shared_expert() -> Case:
+    return adamw(with_shared_expert(), lambda name: "shared_expert." not in name)
+
+
 def experts_with_a_rate_of_zero() -> Case:
+    return experts_with_a_rate(0.0)
+
+
+def experts_with_a_tiny_rate() -> Case:
+    return experts_with_a_rate(1e-12)
+
+
+def experts_with_a_rate(rate: float) -> Case:
     case = with_loss()
     experts = [p for name, p in case.model.named_parameters() if "experts" in name]
     others = [p for name, p in case.model.named_parameters() if "experts" not in name]
     case.optimizer = torch.optim.AdamW(
-        [{"params": others}, {"params": experts, "lr": 0.0}], lr=1e-3
+        [{"params": others}, {"params": experts, "lr": rate}], lr=1e-3
     )
     return case
 
@@ -769,7 +908,9 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
         fewer_experts_than_declared, narrower_experts_than_declared,
         a_dense_layer_in_the_place_of_a_sparse_one, fewer_experts_per_token_than_declared,
         weights_that_are_not_renormalised, two_layers_with_the_same_experts,
-        one_expert_that_was_not_loaded,
+        one_expert_that_was_not_loaded, one_expert_loaded_into_all_places,
+        a_scaling_factor_that_is_ignored, a_scaling_factor_that_is_ignored_without_renormalising,
+        weights_that_sum_to_a_half,
     ],
     "left out": [
         names_of_modules_that_fused_experts_lack, an_adapter_on_attention_alone,
@@ -783,7 +924,10 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
         one_expert_per_token_with_a_weight_of_one, experts_computed_without_gradient,
         one_expert_without_a_gradient, a_gradient_of_nan, gradients_of_the_next_expert,
         an_optimizer_without_the_experts, an_optimizer_without_the_routers,
-        experts_with_a_rate_of_zero, a_frozen_model_with_an_optimizer, decay_on_the_biases_of_experts,
+        experts_with_a_rate_of_zero, experts_with_a_tiny_rate, a_frozen_shared_expert,
+        a_shared_expert_times_zero, a_shared_expert_that_is_dropped, a_dropped_shared_expert_of_ours,
+        an_optimizer_without_the_shared_expert, an_encoder_whose_experts_do_not_learn,
+        a_frozen_model_with_an_optimizer, decay_on_the_biases_of_experts,
     ],
     "balancing": [
         training_without_a_balancing_loss, a_balancing_loss_of_weight_zero,
@@ -797,7 +941,9 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
         a_kernel(_last_token_missing), a_kernel(_second_choice_missing),
         biased_experts(_bias_missing),
     ],
-    "causality": [a_router_that_sees_later_tokens, attention_to_later_tokens],
+    "causality": [
+        a_router_that_sees_later_tokens, attention_to_later_tokens, a_decoder_that_sees_later_tokens,
+    ],
     "determinism": [a_router_that_compares_sequences, noise_in_evaluation],
     "health": [
         a_router_with_one_favourite, experts_that_nobody_chooses, logits_that_explode,
@@ -818,6 +964,20 @@ def test_a_planted_defect_is_found_by_its_check(check: str, plant: Callable[[], 
     case = plant()
     report = audit(case.model, case.batch, case.optimizer, **case.options)
     assert check in problems(report), report
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (experts_with_a_tiny_rate, "a learning rate of 1e-12, others of 0.001"),
+        (a_scaling_factor_that_is_ignored, "sum to 1, but the config scales them by 2.5"),
+        (weights_that_sum_to_a_half, "sum to 0.5, but the config scales them by 1"),
+    ],
+)
+def test_a_failure_has_both_values(plant: Callable[[], Case], words: str) -> None:
+    case = plant()
+    report = audit(case.model, case.batch, case.optimizer)
+    assert any(words in failure.sentence for failure in report.failures), report
 
 
 @pytest.mark.parametrize("defect", LOSSES)
@@ -899,6 +1059,11 @@ def test_experts_in_a_list_are_checked_as_far_as_they_can_be_seen() -> None:
     assert "4 of 16 expert tensors do not require a gradient: experts.2.0.weight" in str(frozen)
 
     model = Listed()
+    model.unused = 3
+    idle = audit(model, batch())
+    assert [f.sentence for f in idle.warnings] == ["1 of 4 experts computed no token: 3"]
+
+    model = Listed()
     model.experts[2][2].register_forward_hook(lambda module, args, output: output * 0)
     assert "experts computed tokens but have a gradient of zero: 2" in str(audit(model, batch()))
 
@@ -919,8 +1084,10 @@ def test_our_blocks_in_a_model_of_transformers() -> None:
     router = {"type": "top_k", "k": 2, "renormalize": True}
     moe_ffn.interop.swap_ffn(dense, [0, 1], {"type": "moe", "num_experts": 8, "router": router})
     report = audit(dense, batch())
-    # Experts that are copies of one dense block cannot be told apart.
-    assert set(problems(report)) <= {"learning", "health"}, report
+    assert set(problems(report)) <= {"structure", "learning", "health"}, report
+    copies = [finding.sentence for finding in report.warnings if finding.check == "structure"]
+    assert copies[0].startswith("only 1 of 8 experts are distinct: the model is upcycled")
+    assert len(copies) == 2
     assert report.facts["sparse layers"] == "2 (blocks of moe_ffn)"
 
 

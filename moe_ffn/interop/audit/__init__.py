@@ -8,7 +8,7 @@ The model is of transformers, perhaps with adapters of peft, or of ours, or any 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from moe_ffn.interop.audit.order import check_order
 from moe_ffn.interop.audit.probe import Probe, checked_batch, mode
 from moe_ffn.interop.audit.structure import (
     K_OPTIONS,
+    check_experts,
     check_left_out,
     check_structure,
-    check_zeros,
     option_of,
 )
 from moe_ffn.outputs import dtype_name
@@ -63,47 +63,33 @@ def audit(
     if accumulation < 1:
         raise ConfigError(f"audit: accumulation must be 1 or more, but is {accumulation}")
     probe = Probe(model, checked_batch(batch))
-    trains = optimizer is not None
-    findings = [*_static_checks(probe, optimizer)]
-    if not probe.has_data:
+    findings = [*check_structure(probe), *check_left_out(probe), *check_requires_grad(probe)]
+    if optimizer is not None:
+        findings += check_optimizer(probe, optimizer)
+    if any(parameter.is_meta for parameter in model.parameters()):
         findings.append(NUMBERS.skips("the model is on the meta device, which has no numbers"))
     else:
-        findings += _numeric_checks(probe, trains, accumulation, objective)
+        unreached = [layer.name for layer in probe.layers if layer not in probe.reached]
+        why = "no token of this batch reaches this layer"
+        findings += [NUMBERS.at(name).skips(why) for name in unreached]
+        findings += [*check_experts(probe), *check_gradients(probe)]
+        if objective is None:
+            trains = optimizer is not None
+            findings += check_balancing(probe, trains=trains, accumulation=accumulation)
+        else:
+            findings += check_objective(probe, objective)
+        recorded = record(probe)
+        with mode(probe.model, training=False):
+            for layer in probe.reached:
+                findings += check_precision(layer, recorded[layer.name])
+                findings += check_kernels(layer, recorded[layer.name])
+        findings += [*check_behaviour(probe), *check_order(probe)]
     return AuditReport(
         type(probe.base).__name__,
         facts(probe),
         tuple(layer.name for layer in probe.layers),
         tuple(findings),
     )
-
-
-def _static_checks(probe: Probe, optimizer: torch.optim.Optimizer | None) -> Iterator[Finding]:
-    yield from check_structure(probe)
-    yield from check_left_out(probe)
-    yield from check_requires_grad(probe)
-    if optimizer is not None:
-        yield from check_optimizer(probe, optimizer)
-
-
-def _numeric_checks(
-    probe: Probe, trains: bool, accumulation: int, objective: ObjectiveConfig | None
-) -> Iterator[Finding]:
-    for layer in probe.layers:
-        if layer not in probe.reached:
-            yield NUMBERS.at(layer.name).skips("no token of this batch reaches this layer")
-    yield from check_zeros(probe)
-    yield from check_gradients(probe)
-    if objective is None:
-        yield from check_balancing(probe, trains=trains, accumulation=accumulation)
-    else:
-        yield from check_objective(probe, objective)
-    recorded = record(probe)
-    with mode(probe.model, training=False):
-        for layer in probe.reached:
-            yield from check_precision(layer, recorded[layer.name])
-            yield from check_kernels(layer, recorded[layer.name])
-    yield from check_behaviour(probe)
-    yield from check_order(probe)
 
 
 def experts_per_token(probe: Probe, layer: SparseLayer) -> float | None:
@@ -135,7 +121,7 @@ def facts(probe: Probe) -> dict[str, str]:
     return {
         "sparse layers": f"{len(layers)} ({', '.join(sorted({kinds[layer.kind] for layer in layers}))})",
         "experts": f"{', '.join(map(str, counts))}, {ks or '?'} per token",
-        "shared expert": "yes" if any(layer.has_shared_expert for layer in layers) else "no",
+        "shared expert": "yes" if any(layer.shared for layer in layers) else "no",
         "parameters": f"{total:,}, {in_experts / max(total, 1):.0%} in experts"
         + (f", {round(total - idle):,} active" if ks else ""),
         "dtype": ", ".join(dtypes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,29 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES, pooled_load_balancing_loss
-from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.audit.findings import BALANCING, Finding
 from moe_ffn.interop.audit.probe import Outputs, Probe, mode
+from moe_ffn.interop.audit.structure import option_of
 from moe_ffn.outputs import Routing
 from moe_ffn.routing.base import Router, RouterConfig
 from moe_ffn.routing.relu import ReLURouterConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig
 
 COEFFICIENTS = (
-    "router_aux_loss_coef",
-    "aux_loss_alpha",
-    "moe_aux_loss_coeff",
-    "router_aux_loss_coeff",
+    *("router_aux_loss_coef", "aux_loss_alpha"),
+    *("moe_aux_loss_coeff", "router_aux_loss_coeff"),
 )
 """Names of the loss's weight in configs of transformers."""
 
 TOLERANCE = 3e-3
 """Largest relative difference of two values of the loss that is rounding; in 16 bits ten times that."""
-
-_ADVICE = (
-    "compare with moe_ffn.balancing.losses.pooled_load_balancing_loss, which is 1 at balance; transformers' "
-    "value is k times larger"
-)
 
 
 def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterator[Finding]:
@@ -43,95 +37,86 @@ def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterato
         trains: True if the model is about to be trained.
         accumulation: batches per optimizer step.
     """
-    if not hasattr(probe.config, "output_router_logits"):
-        yield from _without_a_loss(probe, trains)
-        return
-    coefficient = next(
-        (v for n in COEFFICIENTS if isinstance(v := getattr(probe.config, n, None), float)),
-        None,
-    )
-    if not (probe.config.output_router_logits and coefficient):
+    coefficient = option_of(probe.config, COEFFICIENTS, float)
+    is_on = getattr(probe.config, "output_router_logits", None)
+    if is_on is None:
+        sentence, advice = _without_a_loss(probe)
+        yield BALANCING.requires(not trains, sentence, advice, otherwise="warn")
+    elif not (is_on and coefficient):
         why = "output_router_logits is false" if coefficient else "the weight of the loss is 0"
-        yield BALANCING.finding(
-            "fail" if trains else "pass",
-            f"the model's loss has no balancing loss: {why}",
-            "set config.output_router_logits to True and config.router_aux_loss_coef above 0 before you train"
-            if trains
-            else "",
-        )
-        return
-    with mode(probe.model, training=False), torch.no_grad():
-        yield from _of_transformers(probe, coefficient, accumulation)
-
-
-def _without_a_loss(probe: Probe, trains: bool) -> Iterator[Finding]:
-    """Check models whose forward pass has no balancing loss."""
-    biased = [name for name, _ in probe.model.named_buffers() if "correction_bias" in name]
-    biased += [name for name, _ in probe.model.named_parameters() if "correction_bias" in name]
-    ours = all(layer.kind == "moe_ffn" for layer in probe.layers)
-    if ours:
-        sentence = (
-            "our blocks return their routings; the balancing loss is added by the training loop"
-        )
-        advice = "add load_balancing_loss of each routing to your loss, or use a router with a bias"
-    elif biased:
-        sentence = "routers have a correction bias, which no forward pass changes"
-        advice = "update it after each step (moe_ffn.balancing.bias_rules): transformers does not"
+        sentence = f"the model's loss has no balancing loss: {why}"
+        advice = "set config.output_router_logits to True and config.router_aux_loss_coef above 0"
+        yield BALANCING.requires(not trains, sentence, advice)
+    elif probe.has_encoder:
+        yield BALANCING.skips("the losses of an encoder and a decoder are not compared")
     else:
-        sentence = "the model has neither a balancing loss nor a correction bias"
-        advice = (
-            "add a balancing loss to your training loop: moe_ffn.interop.watch gives the routings"
+        with mode(probe.model, training=False), torch.no_grad():
+            yield from _of_transformers(probe, coefficient, accumulation)
+
+
+def _without_a_loss(probe: Probe) -> tuple[str, str]:
+    """Return a sentence and advice for a model whose forward pass has no balancing loss."""
+    if all(layer.kind == "moe_ffn" for layer in probe.layers):
+        return (
+            "our blocks return their routings; the balancing loss is added by the training loop",
+            "add load_balancing_loss of each routing to your loss, or use a router with a bias",
         )
-    yield BALANCING.finding("warn" if trains else "pass", sentence, advice if trains else "")
+    if any("correction_bias" in name for name in probe.model.state_dict()):
+        return (
+            "routers have a correction bias, which no forward pass changes",
+            "update it after each step (moe_ffn.balancing.bias_rules): transformers does not",
+        )
+    return (
+        "the model has neither a balancing loss nor a correction bias",
+        "add a balancing loss to your training loop: moe_ffn.interop.watch gives the routings",
+    )
 
 
 def _of_transformers(probe: Probe, coefficient: float, accumulation: int) -> Iterator[Finding]:
-    labels = probe.batch.get("labels")
-    if labels is None:
-        labels = probe.ids_BS.masked_fill(~probe.mask_BS, IGNORED_TARGET)
-    passed = probe.run(labels=labels, output_router_logits=True)
+    passed = _run(probe)
     value = getattr(passed.output, "aux_loss", None)
-    routings = _as_counted_there(passed)
     if not isinstance(value, Tensor):
         yield BALANCING.fails(
             "output_router_logits is true, but the model returns no aux_loss",
             "the class computes none: add a loss to your training loop",
         )
         return
-    if not routings:
-        why = "the routing cannot be recorded, so the loss cannot be compared"
-        yield BALANCING.skips(why)
+    if not any(routing.logits_TE is not None for routing in passed.routings.values()):
+        yield BALANCING.skips("the routing cannot be recorded, so the loss cannot be compared")
         return
-    yield from _value(value.item(), routings, _tolerance(probe))
-    yield from _gradient(probe, labels)
-    yield from _padding(probe, labels)
-    yield from _weight(probe, passed, coefficient)
-    yield from _accumulation(probe, labels, value.item(), coefficient, accumulation)
+    yield _value(probe, value.item(), _expected(passed))
+    yield from _gradient(probe)
+    yield from _padding(probe)
+    yield _weight(probe, passed, coefficient * value.item())
+    if accumulation > 1:
+        yield _accumulation(probe, coefficient * value.item(), accumulation)
 
 
-def _as_counted_there(passed: Outputs) -> list[Routing]:
-    """Return the routings whose loss transformers computes: the best experts by a softmax of the logits.
+def _run(probe: Probe, **changes: Any) -> Outputs:
+    """Run the model with its losses."""
+    return probe.run(**{"labels": _labels(probe), "output_router_logits": True, **changes})
 
-    Routers with a sigmoid or a correction bias choose otherwise, but their loss counts these experts.
+
+def _labels(probe: Probe) -> Tensor:
+    given = probe.batch.get("labels")
+    return probe.ids_BS.masked_fill(~probe.mask_BS, IGNORED_TARGET) if given is None else given
+
+
+def _expected(passed: Outputs, *, counts_padding: bool = False) -> float:
+    """Return the loss in the convention of transformers: k times ours, over the tokens of all layers.
+
+    It counts the best experts by a softmax of the logits, also if routers choose by other scores.
     """
     counted: list[Routing] = []
+    k = 0
     for routing in passed.routings.values():
         if routing.logits_TE is not None:
             scores_TE = routing.logits_TE.softmax(dim=-1)
             k = len(routing.expert_ids_N) // max(routing.num_tokens, 1)
-            ids_TK = scores_TE.topk(k, dim=-1).indices
-            counted.append(replace(routing, expert_ids_N=ids_TK.flatten(), scores_TE=scores_TE))
-    return counted
-
-
-def _expected(routings: list[Routing]) -> float:
-    """Return the loss in the convention of transformers: k times ours, over the tokens of all layers."""
-    k = len(routings[0].expert_ids_N) / max(routings[0].num_tokens, 1)
-    return k * pooled_load_balancing_loss(routings).item()
-
-
-def _is_close(one: float, other: float, tolerance: float) -> bool:
-    return abs(one - other) <= tolerance * max(abs(one), abs(other), 1e-6)
+            ids_N = scores_TE.topk(k, dim=-1).indices.flatten()
+            mask_T = None if counts_padding else routing.mask_T
+            counted.append(replace(routing, expert_ids_N=ids_N, scores_TE=scores_TE, mask_T=mask_T))
+    return k * pooled_load_balancing_loss(counted).item()
 
 
 def _tolerance(probe: Probe) -> float:
@@ -139,41 +124,33 @@ def _tolerance(probe: Probe) -> float:
     return TOLERANCE if dtypes <= {torch.float32, torch.float64} else 10 * TOLERANCE
 
 
-def _value(value: float, routings: list[Routing], tolerance: float) -> Iterator[Finding]:
-    ours, expected = pooled_load_balancing_loss(routings).item(), _expected(routings)
-    sentence = f"aux_loss is {value:.4f}; k times ours on the same routing is {expected:.4f}"
-    if _is_close(value, expected, tolerance):
-        yield BALANCING.passes(sentence)
-        return
-    ratio = value / expected if expected else float("inf")
-    known = (
-        "it is ours without the factor k"
-        if _is_close(value, ours, tolerance)
-        else f"{ratio:.3g} times as large"
+def _value(probe: Probe, value: float, expected: float) -> Finding:
+    ratio = value / expected if expected else math.inf
+    return BALANCING.requires(
+        math.isclose(value, expected, rel_tol=_tolerance(probe)),
+        f"aux_loss is {value:.4f}, {ratio:.3g} times the expected {expected:.4f}",
+        "compare with k times moe_ffn.balancing.losses.pooled_load_balancing_loss, which is 1 at balance",
     )
-    yield BALANCING.fails(f"{sentence}: {known}", _ADVICE)
 
 
-def _gradient(probe: Probe, labels: Tensor) -> Iterator[Finding]:
+def _gradient(probe: Probe) -> Iterator[Finding]:
     """Check that the loss reaches the routers."""
     routers = [p for layer in probe.layers for p in layer.routers.values() if p.requires_grad]
     if not routers:
         return
     with torch.enable_grad():
-        value = probe.run(labels=labels, output_router_logits=True).output.aux_loss
-    if value.requires_grad:
-        grads = torch.autograd.grad(value, routers, allow_unused=True)
-        if any(grad is not None for grad in grads):
-            return
-    yield BALANCING.fails(
-        "aux_loss gives the routers no gradient, so it has no effect",
-        "look for detach or no_grad between the routers' logits and the loss",
-    )
+        value = _run(probe).output.aux_loss
+    grads = torch.autograd.grad(value, routers, allow_unused=True) if value.requires_grad else ()
+    if all(grad is None for grad in grads):
+        yield BALANCING.fails(
+            "aux_loss gives the routers no gradient, so it has no effect",
+            "look for detach or no_grad between the routers' logits and the loss",
+        )
 
 
-def _padding(probe: Probe, labels: Tensor) -> Iterator[Finding]:
+def _padding(probe: Probe) -> Iterator[Finding]:
     """Compare the loss of a batch with its loss when random padding is appended."""
-    ids_BS, mask_BS = probe.ids_BS, probe.mask_BS
+    ids_BS = probe.ids_BS
     length = max(ids_BS.shape[1] // 2, 1)
     others = [
         name
@@ -183,87 +160,59 @@ def _padding(probe: Probe, labels: Tensor) -> Iterator[Finding]:
         and value.shape[-1:] == ids_BS.shape[1:]
     ]
     if others:
-        why = f"the batch cannot be padded, because it has {', '.join(others)}"
-        yield BALANCING.skips(why)
+        yield BALANCING.skips(f"the batch cannot be padded, because it has {', '.join(others)}")
         return
-    limit = getattr(probe.config, "max_position_embeddings", None) or 1 << 30
-    if ids_BS.shape[1] + length > limit:
+    limit = getattr(probe.config, "max_position_embeddings", None)
+    if limit and ids_BS.shape[1] + length > limit:
         yield BALANCING.skips("the batch leaves no room for padding")
         return
-    mask = F.pad(mask_BS.long(), (0, length), value=0)
-    passed = probe.run(
+    passed = _run(
+        probe,
         input_ids=F.pad(ids_BS, (0, length), value=int(ids_BS[0, 0])),
-        attention_mask=mask,
-        labels=F.pad(labels, (0, length), value=IGNORED_TARGET),
-        output_router_logits=True,
+        attention_mask=F.pad(probe.mask_BS.long(), (0, length), value=0),
+        labels=F.pad(_labels(probe), (0, length), value=IGNORED_TARGET),
     )
     padded, tolerance = passed.output.aux_loss.item(), _tolerance(probe)
-    routings = _as_counted_there(passed)
-    expected = _expected(routings)
-    sentence = (
+    expected, with_padding = _expected(passed), _expected(passed, counts_padding=True)
+    is_right = math.isclose(padded, expected, rel_tol=tolerance)
+    is_counted = math.isclose(padded, with_padding, rel_tol=tolerance) and not is_right
+    yield BALANCING.requires(
+        is_right,
         f"with {length} padding tokens per sequence aux_loss is {padded:.4f}, without counting them "
-        f"{expected:.4f}"
+        f"{expected:.4f}{': padding counts' if is_counted else ''}",
+        "pass the attention mask to the loss, or train without padding",
     )
-    if _is_close(padded, expected, tolerance):
-        yield BALANCING.passes(sentence)
-    else:
-        counts = (
-            "padding counts"
-            if _is_close(padded, _expected([_unmasked(r) for r in routings]), tolerance)
-            else "it differs"
-        )
-        yield BALANCING.fails(
-            f"{sentence}: {counts}", "pass the attention mask to the loss, or train without padding"
-        )
 
 
-def _unmasked(routing: Routing) -> Routing:
-    return replace(routing, mask_T=None)
-
-
-def _weight(probe: Probe, passed: Outputs, coefficient: float) -> Iterator[Finding]:
+def _weight(probe: Probe, passed: Outputs, weighted: float) -> Finding:
     """Compare what the model's loss adds to the cross-entropy with the weighted balancing loss."""
-    loss, value = passed.output.loss.item(), passed.output.aux_loss.item()
     cross_entropy = probe.cross_entropy(passed.logits_BSV).item()
-    beside, expected = loss - cross_entropy, coefficient * value
-    weighted = f"{coefficient:g} times aux_loss is {expected:.2e}"
-    sentence = f"the loss exceeds the cross-entropy by {beside:.2e}; {weighted}"
-    if abs(beside - expected) <= _tolerance(probe) * abs(expected) + 1e-5 * abs(cross_entropy):
-        yield BALANCING.passes(sentence)
-        return
-    yield BALANCING.fails(
-        sentence,
-        "the loss that trains the model is not the cross-entropy plus the weighted aux_loss; add it yourself",
+    added = passed.output.loss.item() - cross_entropy
+    return BALANCING.requires(
+        abs(added - weighted) <= _tolerance(probe) * abs(weighted) + 1e-5 * abs(cross_entropy),
+        f"the loss exceeds the cross-entropy by {added:.2e}; the weighted aux_loss is {weighted:.2e}",
+        "the loss is not the cross-entropy plus the weighted aux_loss: add it yourself",
     )
 
 
-def _accumulation(
-    probe: Probe, labels: Tensor, value: float, coefficient: float, accumulation: int
-) -> Iterator[Finding]:
+def _accumulation(probe: Probe, weighted: float, accumulation: int) -> Finding:
     """Compare the loss of a batch that is the whole step with that of a batch that is a part of it.
 
     transformers' Trainer passes `num_items_in_batch`, the predicted tokens of the whole step, and then adds
     the losses of the batches without dividing them.
     """
-    if accumulation == 1:
-        return
-    num_predicted = int((labels[:, 1:] != IGNORED_TARGET).sum())
-
-    def loss_of(num_items: int) -> float:
-        passed = probe.run(labels=labels, output_router_logits=True, num_items_in_batch=num_items)
-        return passed.output.loss.item()
-
-    whole, part = loss_of(num_predicted), loss_of(num_predicted * accumulation)
-    excess, weighted = part - whole / accumulation, coefficient * value
-    if abs(excess) <= _tolerance(probe) * weighted + 1e-6 * abs(whole):
-        sentence = f"in a step of {accumulation} batches each adds 1 / {accumulation} of the balancing loss"
-        yield BALANCING.passes(sentence)
-        return
-    factor = accumulation * (excess / weighted + 1 / accumulation)
-    yield BALANCING.fails(
-        f"in a step of {accumulation} batches the balancing loss counts {factor:.3g} times, because "
-        "num_items_in_batch divides the cross-entropy alone",
-        f"divide config.router_aux_loss_coef by {accumulation}",
+    num_predicted = int((probe.labels_BS != IGNORED_TARGET).sum())
+    whole, part = (
+        _run(probe, num_items_in_batch=num_predicted * batches).output.loss.item()
+        for batches in (1, accumulation)
+    )
+    excess = part - whole / accumulation
+    factor = accumulation * excess / weighted + 1
+    return BALANCING.requires(
+        abs(excess) <= _tolerance(probe) * weighted + 1e-6 * abs(whole),
+        f"in a step of {accumulation} batches the balancing loss counts {factor:.3g} times",
+        f"num_items_in_batch divides the cross-entropy alone: divide config.router_aux_loss_coef by "
+        f"{accumulation}",
     )
 
 
@@ -274,19 +223,11 @@ def check_objective(probe: Probe, objective: ObjectiveConfig) -> Iterator[Findin
         for name, loss in BALANCING_LOSSES.items()
         if not loss.weight_set_by_rule and name.startswith("load") and getattr(objective, name)
     }
-    unbalanced = [
-        name
-        for layer in probe.layers
-        if isinstance(layer.block, FFNBlock)
-        for name, router in layer.block.routers().items()
-        if _needs_a_loss(router)
-    ]
-    if weights or not unbalanced:
+    routers = [router for layer in probe.layers for router in layer.router_modules]
+    if weights or not any(map(_needs_a_loss, routers)):
         parts = [f"objective.{name} {weight:g}" for name, weight in weights.items()]
-        sentence = (
-            f"balanced by {' and '.join(parts) or 'the routers: by construction or by a rule'}"
-        )
-        yield BALANCING.passes(sentence)
+        balance = " and ".join(parts) or "the routers: by construction or by a rule"
+        yield BALANCING.passes(f"balanced by {balance}")
         return
     yield BALANCING.fails(
         "objective has neither a balancing loss nor a bias rule for these routers",

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.interop.audit.findings import (
@@ -17,8 +19,10 @@ from moe_ffn.interop.audit.findings import (
     DETERMINISM,
     HEALTH,
     STRUCTURE,
+    Check,
     Finding,
 )
+from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Outputs, Probe, mode
 from moe_ffn.interop.audit.structure import K_OPTIONS, option_of
 from moe_ffn.metrics.functional import load_entropy, logit_max, max_violation, nonfinite_tokens
@@ -27,6 +31,12 @@ from moe_ffn.training.config import AlarmsConfig
 
 MAX_CHANGE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Dtype -> largest change of a logit, as a share of the largest logit, that rounding explains."""
+
+SCALE_OPTIONS = ("routed_scaling_factor", "moe_routed_scaling_factor", "route_scale")
+"""Names of options in configs of transformers for the factor of the weights."""
+
+MAX_SPREAD = 1e-2
+"""Largest relative difference of two weights that rounding to 16 bits explains."""
 
 MIN_PAIRS_PER_EXPERT = 32
 """Mean number of pairs per expert below which an idle expert tells nothing."""
@@ -54,9 +64,8 @@ def check_behaviour(probe: Probe) -> Iterator[Finding]:
 
 
 def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
-    """Compare the experts per token and the sums of their weights with the config."""
+    """Compare the experts per token and their weights with the config."""
     k = option_of(probe.config, K_OPTIONS)
-    normalizes = getattr(probe.config, "norm_topk_prob", None)
     for layer in probe.layers:
         routing = passed.routings.get(layer.name)
         if routing is None or layer.kind == "moe_ffn":
@@ -67,25 +76,76 @@ def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
                 f"the config declares {k} experts per token, but a token gets {actual:g}",
                 "set the same number in the config and in the router",
             )
-        if normalizes is None or actual < 2:
-            continue
-        sums_T = routing.weights_N.reshape(routing.num_tokens, -1).sum(dim=-1)
-        is_constant = bool((sums_T - sums_T[0]).abs().max() <= 1e-2 * sums_T.abs().max())
-        if is_constant != bool(normalizes) and routing.num_experts > actual:
-            yield STRUCTURE.at(layer.name).fails(
-                f"the config has norm_topk_prob {bool(normalizes)}, but the weights of a token sum to "
-                f"{sums_T.min():.3f} to {sums_T.max():.3f}",
-                "set the same value in the config and in the router",
-            )
+        yield from _declared_weights(probe, layer, routing)
+
+
+def _declared_weights(probe: Probe, layer: SparseLayer, routing: Routing) -> Iterator[Finding]:
+    """Compare the weights with the config: are they renormalised, and by what are they multiplied?"""
+    normalizes = getattr(probe.config, "norm_topk_prob", None)
+    scale = option_of(probe.config, SCALE_OPTIONS, int | float)
+    weights_TK = routing.weights_N.view(routing.num_tokens, -1)
+    factors = weights_TK.sum(dim=-1)
+    is_normalized = _is_constant(factors)
+    if (
+        normalizes is not None
+        and 1 < weights_TK.shape[1] < routing.num_experts
+        and is_normalized != bool(normalizes)
+    ):
+        yield STRUCTURE.at(layer.name).fails(
+            f"the config has norm_topk_prob {bool(normalizes)}, but the weights of a token sum to "
+            f"{factors.min():.3f} to {factors.max():.3f}",
+            "set the same value in the config and in the router",
+        )
+        return
+    if scale is None and not normalizes:
+        return
+    if not is_normalized and routing.scores_TE is not None:
+        ids_TK = routing.expert_ids_N.view_as(weights_TK)
+        factors = weights_TK / routing.scores_TE.gather(1, ids_TK)
+    if not _is_constant(factors):  # scores that are no function of the logits
+        return
+    declared, factor = scale or 1.0, factors.mean().item()
+    if abs(factor / declared - 1) > MAX_SPREAD:
+        factor *= _factor_after(probe, layer)
+    if abs(factor / declared - 1) > MAX_SPREAD:
+        what = "sum to" if is_normalized else "are the scores times"
+        yield STRUCTURE.at(layer.name).fails(
+            f"the weights of a token {what} {factor:.3g}, but the config scales them by {declared:g}",
+            "multiply the weights or the output of the experts by the factor of the config, once",
+        )
+
+
+def _is_constant(values: Tensor) -> bool:
+    return bool((values - values.mean()).abs().max() <= MAX_SPREAD * values.abs().max())
+
+
+def _factor_after(probe: Probe, layer: SparseLayer) -> float:
+    """Return the factor by which the block multiplies the output of its experts, as a derivative."""
+    outputs: list[Tensor] = []
+
+    def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        outputs.append(output.detach().requires_grad_())
+        return outputs[-1]
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    with torch.enable_grad(), ExitStack() as hooks:
+        hooks.callback(layer.experts[-1].register_forward_hook(cut).remove)
+        hooks.callback(layer.block.register_forward_hook(keep).remove)
+        probe.logits(labels=None)
+        experts, block = outputs
+        (grad,) = torch.autograd.grad(block.sum(), experts, materialize_grads=True)
+        return grad.mean().item()
 
 
 def _change(probe: Probe, one: Tensor, other: Tensor) -> tuple[float, float]:
     """Return the largest change of two logits as a share of the largest, and the limit."""
     dtype = next(p.dtype for p in probe.model.parameters() if p.is_floating_point())
+    limit = MAX_CHANGE.get(dtype, 5e-2)
     if not one.numel():  # a sequence of padding
-        return 0.0, MAX_CHANGE.get(dtype, 5e-2)
-    scale = one.abs().max().clamp(min=1e-30)
-    return ((one - other).abs().max() / scale).item(), MAX_CHANGE.get(dtype, 5e-2)
+        return 0.0, limit
+    return ((one - other).abs().max() / one.abs().max().clamp(min=1e-30)).item(), limit
 
 
 def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
@@ -96,21 +156,19 @@ def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     ids_BS = probe.ids_BS
     half = ids_BS.shape[1] // 2
     altered = ids_BS.clone()
-    vocab_size = passed.logits_BSV.shape[-1]
-    altered[:, half:] = (altered[:, half:] * 7 + 13) % vocab_size
-    again = probe.run(input_ids=altered, labels=None)
+    altered[:, half:] = (altered[:, half:] * 7 + 13) % passed.logits_BSV.shape[-1]
+    again = probe.run(**{probe.ids_name: altered}, labels=None)
     mask = probe.mask_BS[:, :half]
-    change, limit = _change(
-        probe, passed.logits_BSV[:, :half][mask], again.logits_BSV[:, :half][mask]
-    )
+    before, after = (run.logits_BSV[:, :half][mask] for run in (passed, again))
+    change, limit = _change(probe, before, after)
     sentence = f"logits change by {brief(change)} of the largest when later tokens are altered"
-    if change <= limit:
-        yield CAUSALITY.passes(sentence)
-        return
-    layer = _first_flip(passed, again, ids_BS.shape, half)
-    where = f"; experts of earlier tokens change first in {layer}" if layer else ""
-    yield CAUSALITY.fails(
-        f"{sentence} (limit {limit:.0e}){where}",
+    if change > limit:
+        layer = _first_flip(passed, again, ids_BS.shape, half)
+        where = f"; experts of earlier tokens change first in {layer}" if layer else ""
+        sentence += f" (limit {limit:.0e}){where}"
+    yield CAUSALITY.requires(
+        change <= limit,
+        sentence,
         "look for expert choice, a capacity that ranks tokens across a sequence, or an attention mask",
     )
 
@@ -119,9 +177,7 @@ def _sees_later_tokens(probe: Probe) -> bool:
     config = getattr(probe.base, "config", None)
     if hasattr(config, "causal"):
         return not config.causal  # pyright: ignore[reportOptionalMemberAccess]
-    return "MaskedLM" in type(probe.base).__name__ or bool(
-        getattr(config, "is_encoder_decoder", False)
-    )
+    return "MaskedLM" in type(probe.base).__name__
 
 
 def brief(change: float) -> str:
@@ -136,9 +192,9 @@ def _first_flip(one: Outputs, other: Outputs, shape: torch.Size, half: int) -> s
         if routing.expert_ids_N.shape != again.expert_ids_N.shape:
             return name
         early_N = is_early_T.to(routing.token_indices_N.device)[routing.token_indices_N]
-        if (routing.expert_ids_N != again.expert_ids_N)[early_N].any() or (
-            routing.dropped_N != again.dropped_N
-        )[early_N].any():
+        differs_N = routing.expert_ids_N != again.expert_ids_N
+        differs_N |= routing.dropped_N != again.dropped_N
+        if differs_N[early_N].any():
             return name
     return ""
 
@@ -153,12 +209,11 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
             "look for dropout, noise or jitter in evaluation",
         )
         return
-    num_sequences = min(len(probe.ids_BS), MAX_SEQUENCES)
-    if num_sequences < 2:
+    if len(probe.ids_BS) < 2:
         yield DETERMINISM.skips("one sequence cannot be compared with a batch; give two or more")
         return
     worst = 0.0
-    for row in range(num_sequences):
+    for row in range(min(len(probe.ids_BS), MAX_SEQUENCES)):
         one = {
             name: value[row : row + 1]
             for name, value in probe.batch.items()
@@ -166,14 +221,11 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
         }
         alone = probe.run(**{**one, "labels": None})
         real = probe.mask_BS[row]
-        change, limit = _change(probe, passed.logits_BSV[row][real], alone.logits_BSV[0][real])
+        change, _ = _change(probe, passed.logits_BSV[row][real], alone.logits_BSV[0][real])
         worst = max(worst, change)
-    sentence = f"a sequence alone and in the batch: logits differ by {brief(worst)} of the largest"
-    if worst <= limit:
-        yield DETERMINISM.passes(sentence)
-        return
-    yield DETERMINISM.fails(
-        f"{sentence} (limit {limit:.0e})",
+    yield DETERMINISM.requires(
+        worst <= limit,
+        f"a sequence alone and in the batch: logits differ by {brief(worst)} of the largest",
         "look for a capacity or a router that compares tokens of several sequences; remove it in evaluation",
     )
 
@@ -185,70 +237,51 @@ def _health(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     loss = probe.cross_entropy(passed.logits_BSV).item()
     guess = math.log(passed.logits_BSV.shape[-1])
     sentence = f"cross-entropy {loss:.3f} nats per token; a uniform guess has {guess:.3f}"
-    if loss > WORSE_THAN_GUESSING * guess:
-        yield HEALTH.warns(
-            sentence,
-            "check that the text fits the tokenizer, and compare the weights with their source: moe-ffn diff",
-        )
-    else:
-        yield HEALTH.passes(sentence)
+    yield HEALTH.requires(
+        loss <= WORSE_THAN_GUESSING * guess,
+        sentence,
+        "check that the text fits the tokenizer, and compare the weights with their source: moe-ffn diff",
+        otherwise="warn",
+    )
     if probe.unwatched:
         yield HEALTH.skips(probe.unwatched)
     for name, routing in passed.routings.items():
-        yield from _health_of(name, routing)
+        yield from _health_of(HEALTH.at(name), routing)
 
 
-def _health_of(name: str, routing: Routing) -> Iterator[Finding]:
+def _health_of(check: Check, routing: Routing) -> Iterator[Finding]:
     limits = AlarmsConfig()
     problems: list[Finding] = []
-
-    def problem(verdict: str, sentence: str, advice: str) -> None:
-        problems.append(HEALTH.at(name).finding(verdict, sentence, advice))  # pyright: ignore[reportArgumentType]
-
     if broken := int(nonfinite_tokens(routing)):
-        problem(
-            "fail",
-            f"{broken} tokens have NaN or infinite router logits",
-            "look at the layer before",
-        )
+        sentence = f"{broken} tokens have NaN or infinite router logits"
+        problems.append(check.fails(sentence, "look at the layer before"))
     counts_E = pairs_per_expert(routing).double()
     total, num_experts = counts_E.sum().item(), len(counts_E)
-    if not total:
-        return
-    violation = max_violation(counts_E).item()
-    k = total / max(int(routing.num_real_tokens), 1)
-    limit = limits.max_violation(num_experts, k)
+    violation = max_violation(counts_E).item() if total else 0.0
+    limit = limits.max_violation(num_experts, total / max(int(routing.num_real_tokens), 1))
     is_enough = total >= MIN_PAIRS_PER_EXPERT * num_experts
     idle = int((counts_E == 0).sum())
-    busiest = int(counts_E.argmax())
     if violation > limit and is_enough:
-        share = f"expert {busiest} takes {counts_E[busiest] / total:.0%} of the pairs"
-        sentence = f"{share}, MaxVio {violation:.2f}"
-        problem(
-            "fail",
-            f"{sentence} (limit {limit:.2f})",
-            "the router has collapsed: raise the balancing loss",
-        )
+        share = f"expert {int(counts_E.argmax())} takes {counts_E.max() / total:.0%} of the pairs"
+        sentence = f"{share}, MaxVio {violation:.2f} (limit {limit:.2f})"
+        problems.append(check.fails(sentence, "the router has collapsed: raise the balancing loss"))
     if idle and is_enough:
-        problem(
-            "warn",
-            f"{idle} of {num_experts} experts had none of {int(total):,} pairs",
-            "give a longer or more varied text; if they stay idle, balance better or prune them",
+        sentence = f"{idle} of {num_experts} experts had none of {int(total):,} pairs"
+        advice = (
+            "give a longer or more varied text; if they stay idle, balance better or prune them"
         )
-    largest = logit_max(routing).item()
-    if largest > limits.router_logit:
-        problem(
-            "warn",
-            f"a router logit of {largest:.3g} (limit {limits.router_logit:g})",
-            "add a router z-loss",
-        )
-    dropped = (routing.dropped_N & routing.active_N).sum().item() / total
+        problems.append(check.warns(sentence, advice))
+    if (largest := logit_max(routing).item()) > limits.router_logit:
+        sentence = f"a router logit of {largest:.3g} (limit {limits.router_logit:g})"
+        problems.append(check.warns(sentence, "add a router z-loss"))
+    dropped = (routing.dropped_N & routing.active_N).sum().item() / max(total, 1)
     if dropped > limits.dropped_fraction:
-        problem("warn", f"{dropped:.0%} of the pairs are dropped", "raise the capacity factor")
+        sentence = f"{dropped:.0%} of the pairs are dropped"
+        problems.append(check.warns(sentence, "raise the capacity factor"))
     yield from problems
-    if not problems:
+    if total and not problems:
         entropy = load_entropy(counts_E).item()
         sentence = f"MaxVio {violation:.2f}, entropy of the load {entropy:.3f}, {idle} idle experts"
         if not is_enough:
             sentence += f" (too few tokens to judge: {total / num_experts:.0f} pairs per expert)"
-        yield HEALTH.at(name).passes(sentence)
+        yield check.passes(sentence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from moe_ffn import html_repr
 
@@ -62,6 +62,12 @@ class Check:
     def fails(self, sentence: str, advice: str) -> Finding:
         return self.finding("fail", sentence, advice)
 
+    def requires(
+        self, is_met: bool, sentence: str, advice: str, otherwise: Verdict = "fail"
+    ) -> Finding:
+        """Return a pass if the condition is met, else a failure or a warning."""
+        return self.passes(sentence) if is_met else self.finding(otherwise, sentence, advice)
+
 
 LOADING = Check("loading")
 STRUCTURE = Check("structure")
@@ -76,14 +82,6 @@ HEALTH = Check("health")
 ORDER = Check("order")
 NUMBERS = Check("numbers")
 """Numbers that cannot be computed: on the meta device, or in a layer that the batch does not reach."""
-
-
-class Failure(NamedTuple):
-    """A finding that fails, in short."""
-
-    check: str
-    place: str
-    sentence: str
 
 
 @dataclass(frozen=True)
@@ -105,19 +103,12 @@ class AuditReport:
         return not self.failures
 
     @property
-    def failures(self) -> list[Failure]:
-        return self._of("fail")
+    def failures(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.verdict == "fail"]
 
     @property
-    def warnings(self) -> list[Failure]:
-        return self._of("warn")
-
-    def _of(self, verdict: Verdict) -> list[Failure]:
-        return [
-            Failure(finding.check, finding.place, finding.sentence)
-            for finding in self.findings
-            if finding.verdict == verdict
-        ]
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.verdict == "warn"]
 
     @property
     def summary(self) -> str:

@@ -36,8 +36,11 @@ class ExpertTensor:
     parameter: nn.Parameter
     expert: int | None = None
     """The expert, in a list of experts; None if the parameter stacks all of them."""
-    adapter: Literal["", "A", "B"] = ""
-    """The matrix of a low-rank adapter that this is; empty for a weight of the experts."""
+
+    @property
+    def adapter(self) -> Literal["", "A", "B"]:
+        """The matrix of a low-rank adapter that this is; empty for a weight of the experts."""
+        return "A" if ".lora_A." in self.name else "B" if ".lora_B." in self.name else ""
 
     def by_expert(self, value: Tensor, num_experts: int) -> Tensor:
         """Return a value of the parameter's shape with one row for each expert, (E, ...) or (1, ...)."""
@@ -67,9 +70,17 @@ class SparseLayer:
     """E, experts with weights."""
     weights: tuple[ExpertTensor, ...]
     adapters: tuple[ExpertTensor, ...]
+    router_modules: tuple[nn.Module, ...]
     routers: dict[str, nn.Parameter]
     """Parameters of the routers, by their names in the model."""
-    has_shared_expert: bool
+    shared: dict[str, nn.Parameter]
+    """Parameters of the shared experts."""
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of experts, adapters, routers and shared experts, by their names in the model."""
+        tensors = {tensor.name: tensor.parameter for tensor in (*self.weights, *self.adapters)}
+        return {**tensors, **self.routers, **self.shared}
 
     @property
     def num_parameters(self) -> int:
@@ -77,16 +88,11 @@ class SparseLayer:
         return sum(weight.parameter.numel() for weight in self.weights)
 
 
-def of_one_process(model: nn.Module) -> nn.Module:
+def of_one_process(model: Any) -> nn.Module:
     """Return the model inside DistributedDataParallel, DataParallel and `torch.compile`."""
-    inner: Any = model
-    while True:
-        if type(inner).__name__ in ("DistributedDataParallel", "DataParallel"):
-            inner = inner.module
-        elif hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        else:
-            return inner
+    if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+        return of_one_process(model.module)
+    return of_one_process(model._orig_mod) if hasattr(model, "_orig_mod") else model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -137,8 +143,13 @@ def _is_experts(path: str, module: nn.Module) -> bool:
     if not (_EXPERTS.search(name) or _EXPERTS.search(type(base).__name__)):
         return False
     if isinstance(base, nn.ModuleList | nn.ModuleDict):
-        return len(base) > 1
+        return len(listed(base)) > 1
     return any(parameter.ndim == 3 for parameter in base.parameters())
+
+
+def listed(experts: nn.Module) -> list[nn.Module]:
+    """Return the experts of a list, which may also contain a dropout, as in NLLB-MoE."""
+    return [part for part in experts.children() if any(True for _ in part.parameters())]
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
@@ -163,7 +174,8 @@ def _layer(
     wrapped = [model.get_submodule(expert_path) for expert_path in expert_paths]
     if isinstance(block, FFNBlock):
         kind: Kind = "moe_ffn"
-        bases = _experts_of(block)
+        parts = [part for part in block.modules() if isinstance(part, Experts)]
+        bases: list[nn.Module] = [*dict.fromkeys(part.innermost for part in parts)]
         wrapped = [
             part
             for part in block.modules()
@@ -174,8 +186,9 @@ def _layer(
         bases = [*map(without_adapters, wrapped)]
         is_list = isinstance(bases[0], nn.ModuleList | nn.ModuleDict)
         kind = "listed" if is_list else "fused"
-        num_experts = len(bases[0]) if is_list else _leading_size(bases)  # pyright: ignore[reportArgumentType]
+        num_experts = len(listed(bases[0])) if is_list else _leading_size(bases)
     experts = [*_tensors(kind, wrapped, bases, num_experts, names)]
+    routers = _router_modules(block, wrapped, num_experts)
     return SparseLayer(
         name=path if number is None else layer_name(number),
         path=path,
@@ -185,19 +198,16 @@ def _layer(
         num_experts=num_experts,
         weights=tuple(tensor for tensor in experts if not tensor.adapter),
         adapters=tuple(tensor for tensor in experts if tensor.adapter),
-        routers=_router_parameters(block, wrapped, num_experts, names),
-        has_shared_expert=any(
-            _SHARED.search(name)
-            for name, part in block.named_children()
-            if any(True for _ in part.parameters())
-        ),
+        router_modules=tuple(routers),
+        routers={names[id(p)]: p for router in routers for p in router.parameters()},
+        shared={
+            names[id(parameter)]: parameter
+            for place in (block, model.get_submodule(path.rpartition(".")[0]))
+            for name, part in place.named_children()
+            if _SHARED.search(name)
+            for parameter in part.parameters()
+        },
     )
-
-
-def _experts_of(block: nn.Module) -> list[nn.Module]:
-    """Return the experts of our block, inside all wrappers."""
-    parts = (part.innermost for part in block.modules() if isinstance(part, Experts))
-    return [*dict.fromkeys(parts)]
 
 
 def _leading_size(modules: Iterable[nn.Module]) -> int:
@@ -216,42 +226,34 @@ def _tensors(
 ) -> Iterator[ExpertTensor]:
     if kind == "listed":
         for base in bases:
-            for expert, module in enumerate(base.children()):
+            for expert, module in enumerate(listed(base)):
                 for parameter in module.parameters():
-                    name = names[id(parameter)]
-                    yield ExpertTensor(name, parameter, expert, _adapter_of(name))
+                    yield ExpertTensor(names[id(parameter)], parameter, expert)
         return
     weights = {id(p): p for base in bases for p in base.parameters()}
     for identity, parameter in weights.items():
-        if (parameter.ndim == 2 and parameter.shape[0] == num_experts) or (
-            parameter.ndim == 3 and parameter.shape[0] >= num_experts
-        ):
+        size = parameter.shape[0] if parameter.ndim in (2, 3) else 0
+        if size == num_experts or (parameter.ndim == 3 and size > num_experts):
             yield ExpertTensor(names[identity], parameter)
-    adapters = {id(p): p for module in wrapped for p in module.parameters()}
-    for identity, parameter in adapters.items():
-        if identity not in weights and (matrix := _adapter_of(names[identity])):
-            yield ExpertTensor(names[identity], parameter, None, matrix)
+    for parameter in dict.fromkeys(p for module in wrapped for p in module.parameters()):
+        tensor = ExpertTensor(names[id(parameter)], parameter)
+        if tensor.adapter:
+            yield tensor
 
 
-def _adapter_of(name: str) -> Literal["", "A", "B"]:
-    return "A" if ".lora_A." in name else "B" if ".lora_B." in name else ""
-
-
-def _router_parameters(
-    block: nn.Module, wrapped: list[nn.Module], num_experts: int, names: dict[int, str]
-) -> dict[str, nn.Parameter]:
-    """Return the parameters of the routers: in other libraries, of modules with a row for each expert."""
+def _router_modules(
+    block: nn.Module, wrapped: list[nn.Module], num_experts: int
+) -> list[nn.Module]:
+    """Return the routers: in other libraries, modules with a name or the rows of a router."""
     if isinstance(block, FFNBlock):
-        parts: list[nn.Module] = list(block.routers().values())
-    else:
-        parts = [
-            child
-            for name, child in block.named_children()
-            if child not in wrapped
-            and not _SHARED.search(name)
-            and (_ROUTER.search(name) or _has_rows(child, num_experts))
-        ]
-    return {names[id(p)]: p for part in parts for p in part.parameters()}
+        return [*block.routers().values()]
+    return [
+        child
+        for name, child in block.named_children()
+        if child not in wrapped
+        and not _SHARED.search(name)
+        and (_ROUTER.search(name) or _has_rows(child, num_experts))
+    ]
 
 
 def _has_rows(module: nn.Module, num_experts: int) -> bool:

@@ -5,7 +5,7 @@ E experts, T tokens, N (token, expert) pairs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,14 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.interop.audit.findings import LEARNING, Finding, places
-from moe_ffn.interop.audit.layers import ExpertTensor, SparseLayer
+from moe_ffn.interop.audit.behaviour import MIN_PAIRS_PER_EXPERT
+from moe_ffn.interop.audit.findings import HEALTH, LEARNING, Finding, places
+from moe_ffn.interop.audit.layers import SparseLayer, listed
 from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.outputs import FFNOutput, Routing
 
 MIN_ROUTER_SHARE = 1e-6
 """Norm of a router's gradient, as a share of the largest gradient norm in its layer, below which it is dead.
 Weights that are constant up to rounding have a share of 1e-8."""
+
+MIN_RATE_SHARE = 1e-4
+"""Learning rate, as a share of the highest, below which a tensor is as good as frozen."""
 
 
 def check_requires_grad(probe: Probe) -> Iterator[Finding]:
@@ -31,34 +35,36 @@ def check_requires_grad(probe: Probe) -> Iterator[Finding]:
         return
     is_adapted = any(".lora_" in name for name, _ in probe.model.named_parameters())
     for layer in probe.layers:
-        weights = [weight for weight in layer.weights if id(weight.parameter) in trained]
-        adapters = [adapter for adapter in layer.adapters if id(adapter.parameter) in trained]
+        check = LEARNING.at(layer.name)
         frozen = [weight.name for weight in layer.weights if id(weight.parameter) not in trained]
-        if layer.adapters and not adapters:
-            yield LEARNING.at(layer.name).fails(
-                "the adapters of the experts do not require a gradient: "
-                + places([adapter.name for adapter in layer.adapters]),
+        has_trained = len(frozen) < len(layer.weights)
+        if layer.adapters and not any(id(a.parameter) in trained for a in layer.adapters):
+            names = places(adapter.name for adapter in layer.adapters)
+            yield check.fails(
+                f"the adapters of the experts do not require a gradient: {names}",
                 "load the adapter with is_trainable=True",
             )
-        elif frozen and not is_adapted:
-            yield LEARNING.at(layer.name).finding(
-                "fail" if weights else "warn",
+        if is_adapted:
+            continue
+        if frozen:
+            yield check.finding(
+                "fail" if has_trained else "warn",
                 f"{len(frozen)} of {len(layer.weights)} expert tensors do not require a gradient: "
-                + places(frozen),
+                f"{places(frozen)}",
                 "call requires_grad_() on them, unless they should stay as they are",
             )
-        fixed = [n for n, p in layer.routers.items() if "bias" not in n and id(p) not in trained]
-        if fixed and weights and not is_adapted:
-            yield LEARNING.at(layer.name).warns(
-                f"the router does not require a gradient, while the experts do: {places(fixed)}",
-                "call requires_grad_() on it, unless it should stay as it is",
-            )
+        for what, parameters in (("router", layer.routers), ("shared expert", layer.shared)):
+            fixed = [n for n, p in parameters.items() if "bias" not in n and id(p) not in trained]
+            if fixed and has_trained:
+                yield check.warns(
+                    f"the {what} does not require a gradient, while the experts do: {places(fixed)}",
+                    "call requires_grad_() on it, unless it should stay as it is",
+                )
 
 
 def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    """Find trained tensors that the optimizer never changes, and weight decay on biases."""
+    """Find trained tensors that the optimizer hardly changes, and weight decay on biases."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    rates = [group["lr"] for group in optimizer.param_groups]
     names = dict(probe.model.named_parameters())
     if not any(parameter.requires_grad for parameter in names.values()):
         yield LEARNING.fails(
@@ -68,47 +74,36 @@ def check_optimizer(probe: Probe, optimizer: torch.optim.Optimizer) -> Iterator[
         return
     absent = [n for n, p in names.items() if p.requires_grad and id(p) not in groups]
     if absent:
-        experts = {t.name for layer in probe.layers for t in (*layer.weights, *layer.adapters)}
-        routers = {name for layer in probe.layers for name in layer.routers}
-        num_experts = sum(name in experts for name in absent)
-        num_routers = sum(name in routers for name in absent)
+        sparse = {name for layer in probe.layers for name in layer.parameters}
         yield LEARNING.fails(
-            f"{len(absent)} trainable tensors are in no group of the optimizer ({num_experts} of experts, "
-            f"{num_routers} of routers): {places(absent)}",
+            f"{len(absent)} trainable tensors ({len(sparse.intersection(absent))} in sparse layers) are in "
+            f"no group of the optimizer: {places(absent)}",
             "pass them to the optimizer; it may have been built before the model was changed",
         )
-    still = [
-        name
-        for name, parameter in names.items()
-        if id(parameter) in groups and groups[id(parameter)]["lr"] == 0 and any(rates)
-    ]
-    if still:
+    rates = {n: float(groups[id(p)]["lr"]) for n, p in names.items() if id(p) in groups}
+    highest = max(rates.values(), default=0.0)
+    slow = [name for name, rate in rates.items() if rate < MIN_RATE_SHARE * highest]
+    if slow:
+        lowest = min(rates.values())
         yield LEARNING.fails(
-            f"{len(still)} tensors have a learning rate of 0: {places(still)}",
-            "give their group a rate",
+            f"{len(slow)} tensors have a learning rate of {lowest:g}, others of {highest:g}: {places(slow)}",
+            "raise the rate of their group",
         )
     decayed = [
         name
         for layer in probe.layers
-        for name, parameter in _biases(layer)
-        if groups.get(id(parameter), {}).get("weight_decay")
+        for name, parameter in layer.parameters.items()
+        if "bias" in name.rpartition(".")[2] and groups.get(id(parameter), {}).get("weight_decay")
     ]
     if decayed:
         yield LEARNING.warns(
             f"{len(decayed)} biases of experts or routers have weight decay: {places(decayed)}",
             "put them into a group with weight_decay 0",
         )
-    if not (absent or still or decayed):
-        yield LEARNING.passes("the optimizer has every trainable tensor, with a rate above 0")
-
-
-def _biases(layer: SparseLayer) -> Iterator[tuple[str, nn.Parameter]]:
-    for tensor in layer.weights:
-        if "bias" in tensor.name.rpartition(".")[2]:
-            yield tensor.name, tensor.parameter
-    for name, parameter in layer.routers.items():
-        if "bias" in name.rpartition(".")[2]:
-            yield name, parameter
+    if not (absent or slow or decayed):
+        yield LEARNING.passes(
+            f"the optimizer has every trainable tensor, with rates up to {highest:g}"
+        )
 
 
 # -- gradients
@@ -118,7 +113,8 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
     """Run a backward pass of the cross-entropy, and look at the gradient of every expert and router."""
     if not any(parameter.requires_grad for parameter in probe.model.parameters()):
         return
-    parameters = [*{p: None for layer in probe.reached for p in _trained(layer)}]
+    of_layers = dict.fromkeys(p for layer in probe.reached for p in layer.parameters.values())
+    parameters = [parameter for parameter in of_layers if parameter.requires_grad]
     with mode(probe.model, training=True), torch.enable_grad(), ExitStack() as hooks:
         outputs: dict[str, list[tuple[int | None, Tensor]]] = {}
         for layer in probe.reached:
@@ -134,29 +130,25 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
                 "find the first layer with NaN or infinity",
             )
             return
-        grads: Sequence[Tensor | None] = [None] * len(parameters)
+        gradients: dict[nn.Parameter, Tensor | None] = dict.fromkeys(parameters)
         if parameters and loss.requires_grad:
             # Unlike loss.backward(), this runs no optimizer that a hook of a gradient calls.
             grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-        gradients = dict(zip(parameters, grads, strict=True))
+            gradients = dict(zip(parameters, grads, strict=True))
     for layer in probe.reached:
         used_E = _used_experts(layer, passed.routings, outputs[layer.name])
+        if probe.ids_BS.numel() >= MIN_PAIRS_PER_EXPERT * layer.num_experts:
+            yield from _idle_experts(layer, used_E)
         problems = [
             *_expert_problems(layer, used_E, gradients),
             *_router_problems(layer, gradients),
+            *_shared_problems(layer, gradients),
         ]
         yield from problems
-        if not problems and any(True for _ in _trained(layer)):
+        if not problems and any(p.requires_grad for p in layer.parameters.values()):
             yield LEARNING.at(layer.name).passes(
                 "each expert that changed the loss has a gradient, no other has one, and the router learns"
             )
-
-
-def _trained(layer: SparseLayer) -> Iterator[nn.Parameter]:
-    tensors: Iterable[ExpertTensor] = (*layer.weights, *layer.adapters)
-    for parameter in (*(tensor.parameter for tensor in tensors), *layer.routers.values()):
-        if parameter.requires_grad:
-            yield parameter
 
 
 def _keep_outputs(
@@ -170,13 +162,13 @@ def _keep_outputs(
             hidden.retain_grad()
             kept.append((expert, hidden))
 
-    if layer.kind == "listed":
-        for experts in layer.experts:
-            for expert, module in enumerate(experts.children()):
-                hooks.callback(module.register_forward_hook(partial(keep, expert)).remove)
-    else:
-        module = layer.block if layer.kind == "moe_ffn" else layer.experts[-1]
-        hooks.callback(module.register_forward_hook(partial(keep, None)).remove)
+    modules: list[tuple[int | None, nn.Module]] = [(None, layer.experts[-1])]
+    if layer.kind == "moe_ffn":
+        modules = [(None, layer.block)]
+    elif layer.kind == "listed":
+        modules = [pair for experts in layer.experts for pair in enumerate(listed(experts))]
+    for expert, module in modules:
+        hooks.callback(module.register_forward_hook(partial(keep, expert)).remove)
 
 
 def _used_experts(
@@ -201,61 +193,68 @@ def _used_experts(
     return used_E[: layer.num_experts].cpu()
 
 
+def _idle_experts(layer: SparseLayer, used_E: Tensor | None) -> Iterator[Finding]:
+    """Name experts in a list that computed no token; for others, their routing tells."""
+    trained = {w.expert for w in layer.weights if w.parameter.requires_grad}
+    idle = [e for e in trained if e is not None and used_E is not None and not used_E[e]]
+    if idle:
+        yield HEALTH.at(layer.name).warns(
+            f"{len(idle)} of {layer.num_experts} experts computed no token: {places(idle)}",
+            "give a longer or more varied text, or look at the code between router and experts",
+        )
+
+
 def _expert_problems(
     layer: SparseLayer, used_E: Tensor | None, gradients: Mapping[nn.Parameter, Tensor | None]
 ) -> Iterator[Finding]:
     """Yield one finding for each kind of wrong gradient of the layer's experts."""
-    missing: list[str] = []
-    broken: list[str] = []
-    norms_E = torch.zeros(layer.num_experts, dtype=torch.float64)
-    by_tensor: dict[str, Tensor] = {}
-    trained = [t for t in (*layer.weights, *layer.adapters) if t.parameter.requires_grad]
-    for tensor in trained:
-        grad = gradients.get(tensor.parameter)
-        if grad is None:
-            if used_E is None or tensor.expert is None or used_E[tensor.expert]:
-                missing.append(tensor.name)
-            continue
-        if not grad.isfinite().all():
-            broken.append(tensor.name)
-            continue
-        rows = tensor.by_expert(grad, layer.num_experts).double().norm(dim=-1).cpu()
-        if tensor.expert is None:
-            norms_E += rows
-            by_tensor[tensor.name] = rows
-        else:
-            norms_E[tensor.expert] += rows[0]
+    check = LEARNING.at(layer.name)
     advice = "look for detach, no_grad or a replaced forward between the experts and the loss"
+    tensors = [t for t in (*layer.weights, *layer.adapters) if t.parameter.requires_grad]
+    trained = [(tensor, gradients.get(tensor.parameter)) for tensor in tensors]
+    missing = [
+        tensor.name
+        for tensor, grad in trained
+        if grad is None and (used_E is None or tensor.expert is None or used_E[tensor.expert])
+    ]
+    broken = [t.name for t, grad in trained if grad is not None and not grad.isfinite().all()]
     if missing:
-        sentence = f"{len(missing)} expert tensors have no gradient after a backward pass: {places(missing)}"
-        yield LEARNING.at(layer.name).fails(sentence, advice)
-    if broken:
-        sentence = (
-            f"gradients of {len(broken)} expert tensors are NaN or infinite: {places(broken)}"
+        yield check.fails(
+            f"{len(missing)} expert tensors have no gradient after a backward pass: {places(missing)}",
+            advice,
         )
-        yield LEARNING.at(layer.name).fails(sentence, "lower the learning rate or scale")
+    if broken:
+        yield check.fails(
+            f"gradients of {len(broken)} expert tensors are NaN or infinite: {places(broken)}",
+            "lower the learning rate or scale",
+        )
     if used_E is None or missing or broken or not trained:
         return
-    dead = _ids(used_E & (norms_E == 0))
-    still = [
-        name
-        for name, rows in by_tensor.items()
-        if "lora_" not in name and used_E.any() and not rows[used_E].any()
-    ]
-    stray = _ids(~used_E & (norms_E > 0))
+    norms_E = torch.zeros(layer.num_experts, dtype=torch.float64)
+    still: list[str] = []
+    for tensor, grad in trained:
+        if grad is None:
+            continue
+        rows = tensor.by_expert(grad, layer.num_experts).double().norm(dim=-1).cpu()
+        if tensor.expert is not None:
+            norms_E[tensor.expert] += rows[0]
+            continue
+        norms_E += rows
+        if not tensor.adapter and used_E.any() and not rows[used_E].any():
+            still.append(tensor.name)
+    dead = (used_E & (norms_E == 0)).nonzero().flatten().tolist()
+    stray = (~used_E & (norms_E > 0)).nonzero().flatten().tolist()
     if dead:
-        sentence = (
-            f"{len(dead)} experts computed tokens but have a gradient of zero: {places(dead)}"
+        yield check.fails(
+            f"{len(dead)} experts computed tokens but have a gradient of zero: {places(dead)}",
+            advice,
         )
-        yield LEARNING.at(layer.name).fails(sentence, advice)
     elif still:
-        sentence = f"the gradient of {places(still)} is zero for every expert"
-        yield LEARNING.at(layer.name).fails(sentence, advice)
+        yield check.fails(f"the gradient of {places(still)} is zero for every expert", advice)
     if stray:
-        sentence = f"{len(stray)} experts computed no token but have a gradient: {places(stray)}"
-        yield LEARNING.at(layer.name).fails(
-            sentence,
-            "gradients reach the wrong experts: compare the order of experts and of the router's rows",
+        yield check.fails(
+            f"{len(stray)} experts computed no token but have a gradient: {places(stray)}",
+            "compare the order of experts and of the router's rows",
         )
 
 
@@ -265,21 +264,30 @@ def _router_problems(
     trained = {name: p for name, p in layer.routers.items() if p.requires_grad and p.ndim >= 2}
     if not trained or layer.num_experts == 1:
         return
-    norms = [grad.double().norm().item() for grad in gradients.values() if grad is not None]
-    largest = max(norms, default=0.0)
-    router = sum(
-        grad.double().norm().item()
-        for parameter in trained.values()
-        if (grad := gradients.get(parameter)) is not None
-    )
+    norms = {p: grad.double().norm().item() for p, grad in gradients.items() if grad is not None}
+    largest = max(norms.values(), default=0.0)
+    router = sum(norms.get(parameter, 0.0) for parameter in trained.values())
     if not router > MIN_ROUTER_SHARE * largest:
         yield LEARNING.at(layer.name).fails(
             f"the cross-entropy gives the router no gradient (norm {router:.1e}, largest {largest:.1e}): "
-            f"{places([*trained])}",
-            "the weights of the experts must depend on the router's scores: with one expert per token do not "
-            "renormalise them, and do not detach them",
+            f"{places(trained)}",
+            "do not detach the weights of the experts, and do not renormalise one expert per token",
         )
 
 
-def _ids(mask_E: Tensor) -> list[int]:
-    return mask_E.nonzero().flatten().tolist()
+def _shared_problems(
+    layer: SparseLayer, gradients: Mapping[nn.Parameter, Tensor | None]
+) -> Iterator[Finding]:
+    dead = [
+        name
+        for name, parameter in layer.shared.items()
+        if parameter.requires_grad
+        and ".lora_A." not in name  # zero, because B begins at zero
+        and ((grad := gradients.get(parameter)) is None or not grad.any())
+    ]
+    if dead:
+        yield LEARNING.at(layer.name).fails(
+            f"{len(dead)} of {len(layer.shared)} tensors of the shared expert have no gradient: "
+            f"{places(dead)}",
+            "look for a forward that drops its output, detach or no_grad",
+        )

@@ -6,6 +6,7 @@ T tokens, D model width, E experts, K experts per token
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.interop.audit.findings import KERNELS, PRECISION, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.interop.routings import is_experts
-from moe_ffn.interop.transformers import implementation_of
-from moe_ffn.interop.transformers import run as run_on_our_kernels
+from moe_ffn.interop.transformers import implementation_of, weights_of
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.metrics.functional import chosen_experts
 from moe_ffn.outputs import Plan, Routing, dtype_name
@@ -66,7 +67,7 @@ def record(probe: Probe) -> dict[str, Recorded]:
     with mode(probe.model, training=False), torch.no_grad(), ExitStack() as hooks:
         for layer in probe.reached:
             calls = recorded[layer.name]
-            for module in _routers(layer):
+            for module in layer.router_modules:
                 hook = partial(after_router, calls)
                 hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             for module in layer.experts:
@@ -75,14 +76,6 @@ def record(probe: Probe) -> dict[str, Recorded]:
                     hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         probe.run()
     return recorded
-
-
-def _routers(layer: SparseLayer) -> list[nn.Module]:
-    if layer.kind == "moe_ffn":
-        return list(layer.block.routers().values())  # pyright: ignore[reportCallIssue]
-    paths = {name.rpartition(".")[0].removeprefix(f"{layer.path}.") for name in layer.routers}
-    children = {path.partition(".")[0] for path in paths}
-    return [child for name, child in layer.block.named_children() if name in children]
 
 
 # -- routers
@@ -94,45 +87,40 @@ def check_precision(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
         chosen = _chosen(output)
         if chosen is None or not any(True for _ in router.parameters()):
             continue  # a table of experts has no scores
-        dtype = next((p.dtype for p in router.parameters()), torch.float32)
         flips = {
-            name: _flips(chosen, router, args, kwargs, other)
-            for name, other in (
-                ("bfloat16", torch.bfloat16),
-                ("float32", torch.float32),
-                ("float64", torch.float64),
-            )
+            dtype_name(dtype): share
+            for dtype in (torch.bfloat16, torch.float32, torch.float64)
+            if (share := _flips(chosen, router, args, kwargs, dtype)) is not None
         }
-        measured = ", ".join(
-            f"{share:.1%} in {name}" for name, share in flips.items() if share is not None
-        )
-        if not measured:
+        if not flips:
             continue
-        tied = _tied(output)
-        exact = flips["float64"] if flips["float64"] is not None else flips["float32"]
-        sentence = f"tokens whose experts change if the router is computed in another precision: {measured}"
-        if tied > MAX_FLIPS:
-            yield PRECISION.at(layer.name).warns(
+        check = PRECISION.at(layer.name)
+        if (tied := _tied(output)) > MAX_FLIPS:
+            yield check.warns(
                 f"{tied:.0%} of the tokens have equal scores at the border between chosen and other experts",
                 "the order of experts decides; look for a router that is zero, clamped or quantised",
             )
-        elif exact is not None and exact > MAX_FLIPS:
-            yield PRECISION.at(layer.name).warns(
-                sentence,
-                f"the router is in {dtype_name(dtype)}; keep its weights and logits in float32"
-                if (flips["float32"] or 0) > MAX_FLIPS
-                else "float32 cannot tell these scores apart; a router z-loss keeps logits small",
-            )
-        else:
-            yield PRECISION.at(layer.name).passes(sentence)
+            continue
+        measured = ", ".join(f"{share:.1%} in {name}" for name, share in flips.items())
+        dtype = dtype_name(next(router.parameters()).dtype)
+        in_float32 = flips.get("float32", 0.0)
+        yield check.requires(
+            flips.get("float64", in_float32) <= MAX_FLIPS,
+            f"tokens whose experts change if the router is computed in another precision: {measured}",
+            f"the router is in {dtype}; keep its weights and logits in float32"
+            if in_float32 > MAX_FLIPS
+            else "float32 cannot tell these scores apart; a router z-loss keeps logits small",
+            otherwise="warn",
+        )
 
 
 def _chosen(output: Any) -> Tensor | None:
     """Return the chosen experts, bool (T, E), of our routing or of the tuple of a router of transformers."""
     if isinstance(output, Routing):
         return None if output.is_pairs_only else chosen_experts(output)
-    ids = next((v for v in output if isinstance(v, Tensor) and not v.is_floating_point()), None)
-    if ids is None or not isinstance(output[0], Tensor) or ids.ndim != 2:
+    tensors = [value for value in output if isinstance(value, Tensor)]
+    ids = next((value for value in tensors if not value.is_floating_point()), None)
+    if ids is None or ids is tensors[0] or ids.ndim != 2:  # masks, as in NLLB-MoE
         return None
     num_experts = output[0].shape[-1]
     chosen_TE = torch.zeros(len(ids), num_experts, dtype=torch.bool, device=ids.device)
@@ -191,124 +179,144 @@ def check_kernels(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
         )
         return
     for module, args in calls.experts:
-        compare = _compare_ours if isinstance(module, MatrixExperts) else _compare_theirs
-        yield _compared(layer, module, partial(compare, module, args), _name(module))
+        yield _compared(layer, module, args)
 
 
-def _name(module: nn.Module) -> str:
-    if isinstance(module, MatrixExperts):
-        return f"moe_ffn ({module.config.backend})"
-    return implementation_of(module)
-
-
-def _compared(
-    layer: SparseLayer,
-    module: nn.Module,
-    compare: Callable[[], dict[str, float]],
-    implementation: str,
-) -> Finding:
+def _compared(layer: SparseLayer, module: Any, args: tuple[Any, ...]) -> Finding:
+    check = KERNELS.at(layer.name)
     parameter = next(module.parameters())
     if not parameter.is_floating_point():
-        return KERNELS.at(layer.name).skips("the weights of the experts are quantised")
+        return check.skips("the weights of the experts are quantised")
+    if isinstance(module, MatrixExperts):
+        name = f"moe_ffn ({module.config.backend})"
+    else:
+        name = implementation_of(module)
     try:
-        errors = compare()
+        errors = _errors(module, args)
     except NotImplementedError as error:
-        return KERNELS.at(layer.name).skips(str(error))
+        return check.skips(str(error))
     limit = MAX_ERROR.get(parameter.dtype, 3e-2)
     if parameter.is_cuda and parameter.dtype == torch.float32:
         limit = TF32_ERROR
-    worst = max(errors, key=lambda name: _sortable(errors[name]))
+    wrong = [name for name, error in errors.items() if not error <= limit]
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     sentence = (
-        f"{implementation} in {dtype_name(parameter.dtype)}, compared with a loop in float64: largest "
+        f"{name} in {dtype_name(parameter.dtype)}, compared with a loop in float64: largest "
         f"difference {errors[worst]:.1e} of the largest value (in {worst})"
     )
-    if errors[worst] <= limit:
-        return KERNELS.at(layer.name).passes(sentence)
-    wrong = [name for name, error in errors.items() if not error <= limit]
-    return KERNELS.at(layer.name).fails(
+    if not wrong:
+        return check.passes(sentence)
+    return check.fails(
         f"{sentence}; above {limit:.0e}: {', '.join(wrong)}",
-        f"do not use {implementation} here; 'eager' of transformers and 'loop' of moe_ffn are plain loops",
+        f"do not use {name} here; 'eager' of transformers and 'loop' of moe_ffn are plain loops",
     )
 
 
-def _sortable(error: float) -> float:
-    return error if error == error else float("inf")
+def _errors(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
+    """Return the relative error of the output, and of the gradient of each input and parameter.
+
+    Experts are compared one by one, because a copy of a layer in float64 takes gigabytes.
+    """
+    x_TD, indices_N, ids_N, weights_N = _pairs(args)
+    num_experts = next(module.parameters()).shape[0]
+
+    def compute(x_TD: Tensor, weights_N: Tensor) -> Tensor:
+        if isinstance(module, MatrixExperts):
+            plan = plan_of_pairs(indices_N, ids_N, weights_N, num_experts)
+            return run_experts(x_TD, plan, module.weights(), module.config.backend)
+        size = (len(x_TD), -1)
+        return module(x_TD, ids_N.view(size), weights_N.view(size))
+
+    found = _results(compute, (x_TD, weights_N), dict(module.named_parameters()))
+    sums = {name: torch.zeros_like(found[name], dtype=torch.float64) for name in _INPUTS}
+    differences: dict[str, list[Tensor]] = {name: [] for name in found}
+    scales: dict[str, list[Tensor]] = {name: [] for name in found}
+
+    def compare(name: str, found: Tensor, expected: Tensor) -> None:
+        differences[name].append((found.double() - expected).abs().max())
+        scales[name].append(expected.abs().max())
+
+    for expert in range(num_experts):
+        own_N = (ids_N == expert).nonzero().flatten()
+        expected: dict[str, Tensor] = {}
+        if len(own_N):
+            expected = _of_expert(module, expert, x_TD, indices_N[own_N], weights_N[own_N])
+            sums["output"] += expected["output"]
+            sums["gradient of the tokens"] += expected["gradient of the tokens"]
+            sums["gradient of the weights"][own_N] = expected["gradient of the weights"]
+        for name in found.keys() - sums.keys():
+            compare(name, found[name][expert], expected.get(name, found[name].new_zeros(1)))
+    for name, total in sums.items():
+        compare(name, found[name], total)
+    return {
+        name: float(
+            torch.stack(differences[name]).max() / torch.stack(scales[name]).max().clamp(1e-30)
+        )
+        for name in found
+    }
 
 
-def _compare_ours(module: MatrixExperts, args: tuple[Any, ...]) -> dict[str, float]:
+_INPUTS = ("output", "gradient of the tokens", "gradient of the weights")
+
+
+def _pairs(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the first tokens, and the token, the expert and the weight of each of their pairs."""
     x_TD, plan = args[:2]
-
-    def run(experts: MatrixExperts, x_TD: Tensor, weights_N: Tensor, backend: str) -> Tensor:
-        own_plan = Plan(plan.token_indices_N, weights_N, plan.offsets_E, plan.pair_ids_N)
-        return run_experts(x_TD, own_plan, experts.weights(), backend)
-
-    exact = copy.deepcopy(module).double()
-    return _errors(
-        partial(run, module, backend=module.config.backend),
-        partial(run, exact, backend="loop"),
-        module,
-        exact,
-        (x_TD, plan.weights_N),
-    )
+    if isinstance(plan, Plan):
+        counts_E = plan.offsets_E.diff(prepend=plan.offsets_E.new_zeros(1))
+        ids_N = torch.arange(len(counts_E), device=x_TD.device).repeat_interleave(counts_E)
+        indices_N, weights_N = plan.token_indices_N[: len(ids_N)], plan.weights_N[: len(ids_N)]
+    else:
+        ids_N, weights_N = (value.flatten() for value in args[1:3])
+        indices_N = torch.arange(len(x_TD), device=x_TD.device)
+        indices_N = indices_N.repeat_interleave(len(ids_N) // len(x_TD))
+    few_N = indices_N < MAX_TOKENS
+    return x_TD[:MAX_TOKENS], indices_N[few_N], ids_N[few_N], weights_N[few_N]
 
 
-def _compare_theirs(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
-    hidden_TD, ids_TK, weights_TK = (value[:MAX_TOKENS] for value in args[:3])
-    exact = copy.deepcopy(module).double()
+def _of_expert(
+    module: Any, expert: int, x_TD: Tensor, indices_N: Tensor, weights_N: Tensor
+) -> dict[str, Tensor]:
+    """Return the results of one expert in float64, with the other experts left out."""
+    alone = copy.copy(module)
+    parameters = {
+        name: nn.Parameter(parameter.detach()[expert : expert + 1].double())
+        for name, parameter in module.named_parameters()
+    }
+    vars(alone)["_parameters"] = {**vars(module)["_parameters"], **parameters}
 
-    def theirs(hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
-        return module(hidden_TD, ids_TK, weights_TK)
+    def compute(x_TD: Tensor, weights_N: Tensor) -> Tensor:
+        plan = plan_of_pairs(indices_N, torch.zeros_like(indices_N), weights_N, 1)
+        weights = alone.weights() if isinstance(alone, MatrixExperts) else weights_of(alone)
+        return run_experts(x_TD, plan, weights, "loop")
 
-    def loop(hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
-        return run_on_our_kernels(exact, hidden_TD, ids_TK, weights_TK, "loop")
-
-    return _errors(theirs, loop, module, exact, (hidden_TD, weights_TK))
-
-
-def _errors(
-    fast: Callable[[Tensor, Tensor], Tensor],
-    exact: Callable[[Tensor, Tensor], Tensor],
-    module: nn.Module,
-    exact_module: nn.Module,
-    inputs: tuple[Tensor, Tensor],
-) -> dict[str, float]:
-    """Return the relative error of the output, and of the gradient of each input and parameter."""
-    found = _results(fast, inputs, module)
-    expected = _results(exact, tuple(value.double() for value in inputs), exact_module)
-    return {name: _error(found[name], value) for name, value in expected.items() if name in found}
+    return _results(compute, (x_TD.double(), weights_N.double()), parameters)
 
 
 def _results(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], module: nn.Module
+    compute: Callable[[Tensor, Tensor], Tensor],
+    inputs: tuple[Tensor, Tensor],
+    parameters: dict[str, nn.Parameter],
 ) -> dict[str, Tensor]:
     """Return the output and all gradients, for a fixed gradient of the output."""
     leaves = [value.detach().clone().requires_grad_() for value in inputs]
-    parameters = dict(module.named_parameters())
-    required = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    required = [parameter.requires_grad for parameter in parameters.values()]
+    targets = [*leaves, *parameters.values()]
     try:
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
+        for target in targets:
+            target.requires_grad_(True)
         with torch.enable_grad():
-            output = function(*leaves)
-        generator = torch.Generator().manual_seed(0)
-        direction = torch.randn(output.shape, generator=generator, dtype=torch.float64)
-        targets = [*leaves, *parameters.values()]
-        grads = [torch.zeros_like(target) for target in targets]
+            output = compute(*leaves)
         if output.requires_grad:
+            generator = torch.Generator().manual_seed(0)
+            direction = torch.randn(output.shape, generator=generator, dtype=torch.float64)
             grads = torch.autograd.grad(
                 output, targets, direction.to(output), allow_unused=True, materialize_grads=True
             )
+        else:
+            grads = [torch.zeros_like(target) for target in targets]
     finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(required[name])
-    names = (
-        "gradient of the tokens",
-        "gradient of the weights",
-        *(f"gradient of {n}" for n in parameters),
-    )
+        for parameter, was_required in zip(parameters.values(), required, strict=True):
+            parameter.requires_grad_(was_required)
+    names = (*_INPUTS[1:], *(f"gradient of {name}" for name in parameters))
     return {"output": output.detach(), **dict(zip(names, grads, strict=True))}
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    scale = expected.abs().max().clamp(min=1e-30)
-    return ((found.double() - expected).abs().max() / scale).item()

@@ -33,7 +33,7 @@ def check_order(probe: Probe) -> Iterator[Finding]:
     """Move the experts of each layer, and swap gate and up: the loss should rise."""
     with mode(probe.model, training=False), torch.no_grad():
         logits_BSV = probe.logits(labels=None)
-        losses_N = _losses_of(probe, logits_BSV)
+        losses_N = _losses(probe, logits_BSV)
         guess = math.log(logits_BSV.shape[-1])
         loss = losses_N.mean().item()
         if not loss < TRAINED * guess:
@@ -47,18 +47,23 @@ def check_order(probe: Probe) -> Iterator[Finding]:
 
 
 def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Finding]:
+    check = ORDER.at(layer.name)
     problems: list[Finding] = []
     measured: list[str] = []
     movable = layer.kind == "moe_ffn" or all(map(is_experts, layer.experts))
     if movable and layer.num_experts > 1:
-        rise, error, places = min(_moves(probe, layer, losses_N))
+        rises: list[tuple[float, float, int]] = []
+        for places in sorted({1, layer.num_experts // 2, layer.num_experts - 1}):
+            with _moved_experts(layer, places):
+                rises.append((*_rise(probe, losses_N), places))
+        rise, error, places = min(rises)
         sentence = f"{rise:+.4f} when its experts move by {places} of {layer.num_experts} places"
         measured.append(sentence)
         if rise <= MIN_ERRORS * error:
             # Of two wrong orders one may be better; nothing is better than the right one.
             is_better = rise < -MIN_ERRORS * error
             problems.append(
-                ORDER.at(layer.name).finding(
+                check.finding(
                     "fail" if is_better else "warn",
                     f"the loss changes by {sentence} (standard error {error:.4f}): they are in another order "
                     f"than the router's rows{'' if is_better else ', or are all alike'}",
@@ -68,43 +73,30 @@ def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Findi
     gated = [module for module in layer.experts if _is_gated(module)]
     if gated:
         with _swapped_gates(gated):
-            rise, error = _rise(losses_N, _losses(probe))
+            rise, error = _rise(probe, losses_N)
         measured.append(f"{rise:+.4f} when gate and up are swapped")
         if rise < -MIN_ERRORS * error:
             problems.append(
-                ORDER.at(layer.name).fails(
+                check.fails(
                     f"the loss falls by {-rise:.4f} when gate and up are swapped",
                     "the conversion swapped the two halves of gate_up: swap them back",
                 )
             )
     yield from problems
     if measured and not problems:
-        yield ORDER.at(layer.name).passes(f"the loss changes by {' and '.join(measured)}")
+        yield check.passes(f"the loss changes by {' and '.join(measured)}")
 
 
-def _moves(
-    probe: Probe, layer: SparseLayer, losses_N: Tensor
-) -> Iterator[tuple[float, float, int]]:
-    """Yield the change of the loss, its standard error and the places by which the experts moved."""
-    for places in sorted({1, layer.num_experts // 2, layer.num_experts - 1}):
-        with _moved_experts(layer, places):
-            yield *_rise(losses_N, _losses(probe)), places
-
-
-def _losses(probe: Probe) -> Tensor:
-    """Run the model, and return the loss of each predicted token."""
-    return _losses_of(probe, probe.logits(labels=None))
-
-
-def _losses_of(probe: Probe, logits_BSV: Tensor) -> Tensor:
+def _losses(probe: Probe, logits_BSV: Tensor) -> Tensor:
+    """Return the loss of each predicted token."""
     losses = cross_entropy_of(logits_BSV, probe.labels_BS, "none")
     return losses[probe.labels_BS.flatten() != IGNORED_TARGET].double()
 
 
-def _rise(before_N: Tensor, after_N: Tensor) -> tuple[float, float]:
-    """Return the mean difference of the losses of the same tokens, and its standard error."""
-    difference_N = after_N - before_N
-    return difference_N.mean().item(), (difference_N.std() / len(difference_N) ** 0.5).item()
+def _rise(probe: Probe, before_N: Tensor) -> tuple[float, float]:
+    """Run the model; return the mean difference of the tokens' losses, and its standard error."""
+    rise_N = _losses(probe, probe.logits(labels=None)) - before_N
+    return rise_N.mean().item(), (rise_N.std() / len(rise_N) ** 0.5).item()
 
 
 @contextmanager
@@ -123,8 +115,7 @@ def _moved_experts(layer: SparseLayer, places: int) -> Iterator[None]:
         return replace(routing, expert_ids_N=moved(routing.expert_ids_N))
 
     if layer.kind == "moe_ffn":
-        routers: Any = layer.block.routers()  # pyright: ignore[reportCallIssue]
-        hooks = [router.register_forward_hook(after_router) for router in routers.values()]
+        hooks = [router.register_forward_hook(after_router) for router in layer.router_modules]
     else:
         hooks = [
             m.register_forward_pre_hook(before_experts, with_kwargs=True) for m in layer.experts
@@ -139,10 +130,8 @@ def _moved_experts(layer: SparseLayer, places: int) -> Iterator[None]:
 def _is_gated(module: Any) -> bool:
     if isinstance(module, GatedExperts):
         return True
-    is_floating = all(parameter.is_floating_point() for parameter in module.parameters())
-    return (
-        bool(getattr(module, "has_gate", False)) and is_floating and hasattr(module, "gate_up_proj")
-    )
+    has_halves = getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
+    return has_halves and module.gate_up_proj.is_floating_point()
 
 
 @contextmanager
@@ -159,13 +148,10 @@ def _swapped_gates(modules: list[nn.Module]) -> Iterator[None]:
 def _swap(module: Any) -> None:
     """Swap the rows of gate and up in place; twice restores them."""
     if isinstance(module, GatedExperts):
-        tensors = [(module.gate_up, 1)]
-        is_interleaved = False
+        tensor, dim, is_interleaved = module.gate_up, 1, False
     else:
-        tensors = [(module.gate_up_proj, 2 if module.is_transposed else 1)]
+        tensor, dim = module.gate_up_proj, 2 if module.is_transposed else 1
         is_interleaved = not module.is_concatenated
-    for tensor, dim in tensors:
-        size = tensor.shape[dim]
-        index = torch.arange(size, device=tensor.device)
-        index = index ^ 1 if is_interleaved else index.roll(size // 2)
-        tensor.copy_(tensor.index_select(dim, index))
+    index = torch.arange(tensor.shape[dim], device=tensor.device)
+    index = index ^ 1 if is_interleaved else index.roll(len(index) // 2)
+    tensor.copy_(tensor.index_select(dim, index))

@@ -6,7 +6,7 @@ B sequences, S positions, V vocabulary, T = B * S tokens
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -23,6 +23,7 @@ from moe_ffn.outputs import Routing, dtype_name
 from moe_ffn.training.objective import IGNORED_TARGET, cross_entropy_of
 
 _IDS, _MASK, _LABELS = "input_ids", "attention_mask", "labels"
+_DECODER_IDS, _DECODER_MASK = f"decoder_{_IDS}", f"decoder_{_MASK}"
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,20 @@ class Probe:
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         self.model = model = of_one_process(model)
+        config: Any = getattr(self.base, "config", None)
+        self.has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+        """True for an encoder with a decoder; ids, mask and labels are then those of the decoder."""
         self.batch = batch
+        if self.has_encoder and _DECODER_IDS not in batch:
+            start = getattr(config, "decoder_start_token_id", None) or 0
+            self.batch = _with_decoder_inputs(batch, start)
         if not self.ids_BS.is_meta and bool((self.labels_BS == IGNORED_TARGET).all()):
             raise ConfigError(
                 "audit: the batch has no token to predict: all labels are -100, or all tokens are padding"
             )
         self.layers = sparse_layers(model)
         self.unwatched = ""
-        """Reason why routings cannot be recorded; empty if they can."""
-        try:
-            with watch(model):
-                pass
-        except ConfigError as error:
-            self.unwatched = str(error)
+        """Reason why routings cannot be recorded, which `reached` finds out; empty if they can."""
 
     @property
     def base(self) -> nn.Module:
@@ -76,80 +78,83 @@ class Probe:
                 hooks.callback(hook.remove)
             try:
                 self.run(labels=None)
-            except (
-                ConfigError
-            ) as error:  # routers that return no logits, or experts of two layers in one
+            except ConfigError as error:  # experts in a list, or routers without logits
                 self.unwatched = str(error)
                 self.logits(labels=None)
         return [layer for layer in self.layers if layer.name in called]
 
     @property
-    def has_data(self) -> bool:
-        """False for a model on the meta device, which has shapes but no numbers."""
-        return not any(parameter.is_meta for parameter in self.model.parameters())
+    def ids_BS(self) -> Tensor:
+        return self.batch[self.ids_name]
 
     @property
-    def ids_BS(self) -> Tensor:
-        return self.batch[_IDS]
+    def ids_name(self) -> str:
+        return _DECODER_IDS if self.has_encoder else _IDS
 
     @property
     def mask_BS(self) -> Tensor:
         """bool, True for real tokens."""
-        mask = self.batch.get(_MASK)
+        mask = self.batch.get(_DECODER_MASK if self.has_encoder else _MASK)
         return torch.ones_like(self.ids_BS, dtype=torch.bool) if mask is None else mask.bool()
 
     @property
     def labels_BS(self) -> Tensor:
         """The token to predict at each position, or `IGNORED_TARGET`: shifted labels of transformers."""
         labels_BS = self.batch.get(_LABELS)
+        if labels_BS is not None and self.has_encoder:
+            return labels_BS  # transformers has shifted the inputs
         if labels_BS is None:
             labels_BS = self.ids_BS.masked_fill(~self.mask_BS, IGNORED_TARGET)
         return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_TARGET)
 
     def run(self, **changes: Any) -> Outputs:
         """Run the model on the batch; `changes` replace entries of it, None removes one."""
-        batch = self._changed(changes)
-        if self.unwatched:
-            output = self._call(batch)
-            return Outputs(_logits(output, batch), {}, output)
-        with watch(self.model) as passes:
-            output = self._call(batch)
-        return Outputs(_logits(output, batch), passes[-1], output)
+        with nullcontext([{}]) if self.unwatched else watch(self.model) as passes:
+            output, logits_BSV = self._call(changes)
+        return Outputs(logits_BSV, passes[-1], output)
 
     def logits(self, **changes: Any) -> Tensor:
         """Return the logits, as `run` does, without recording the routing."""
-        batch = self._changed(changes)
-        return _logits(self._call(batch), batch)
+        return self._call(changes)[1]
 
-    def _changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in {**self.batch, **changes}.items() if v is not None}
-
-    def _call(self, batch: dict[str, Any]) -> Any:
+    def _call(self, changes: Mapping[str, Any]) -> tuple[Any, Tensor]:
+        """Return the output of the model and its logits."""
+        batch = {k: v for k, v in {**self.batch, **changes}.items() if v is not None}
         if isinstance(self.base, Decoder):
             mask = batch.get(_MASK)
-            return self.model(batch[_IDS], None if mask is None else mask.bool())
-        if self.config is not None:
-            batch.setdefault("use_cache", False)
-        return self.model(**batch)
+            output = self.model(batch[_IDS], None if mask is None else mask.bool())
+        elif self.config is not None:
+            output = self.model(**{"use_cache": False, **batch})
+        else:
+            output = self.model(**batch)
+        logits_BSV = getattr(output, "logits", output)
+        if not isinstance(logits_BSV, Tensor) or logits_BSV.ndim != 3:
+            raise ConfigError(
+                "audit: the model must return logits (batch, sequence, vocabulary), or an object with "
+                f"`.logits`, but it returned {type(output).__name__}"
+            )
+        ids_BS = batch[self.ids_name]
+        if logits_BSV.shape[:2] != ids_BS.shape:
+            raise ConfigError(
+                f"audit: the model must return logits for each token of {self.ids_name} {[*ids_BS.shape]}, "
+                f"but their shape is {[*logits_BSV.shape]}; audit a causal language model"
+            )
+        return output, logits_BSV
 
     def cross_entropy(self, logits_BSV: Tensor) -> Tensor:
         """Return the mean cross-entropy of the labels in nats, without any other loss."""
         return cross_entropy_of(logits_BSV, self.labels_BS)
 
 
-def _logits(output: Any, batch: Mapping[str, Any]) -> Tensor:
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise ConfigError(
-            "audit: the model must return logits (batch, sequence, vocabulary), or an object with `.logits`, "
-            f"but it returned {type(output).__name__}"
-        )
-    if logits.shape[:2] != batch[_IDS].shape:
-        raise ConfigError(
-            f"audit: the model must return logits for each token of {_IDS} {[*batch[_IDS].shape]}, but their "
-            f"shape is {[*logits.shape]}; audit a causal language model"
-        )
-    return logits
+def _with_decoder_inputs(batch: Mapping[str, Any], start: int) -> dict[str, Any]:
+    """Return a batch whose decoder reads the labels, or else the text, one place later."""
+    ids_BS, mask_BS, labels_BS = batch[_IDS], batch.get(_MASK), batch.get(_LABELS)
+    if labels_BS is not None:
+        ids_BS, mask_BS = labels_BS.clamp(min=0), labels_BS != IGNORED_TARGET
+    inputs = {_DECODER_IDS: F.pad(ids_BS[:, :-1], (1, 0), value=start)}
+    if mask_BS is not None:
+        inputs[_DECODER_MASK] = F.pad(mask_BS[:, :-1].long(), (1, 0), value=1)
+    return {**batch, **inputs}
 
 
 @contextmanager

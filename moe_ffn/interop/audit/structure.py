@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,53 +16,51 @@ from moe_ffn.interop.swap import SwappedFFN
 from moe_ffn.model.decoder import Decoder
 
 K_OPTIONS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-E_OPTIONS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Names of options in configs of transformers: experts per token, and experts."""
+"""Names of options in configs of transformers for the experts per token."""
+
+SAMPLE = 4096
+"""Evenly spaced numbers of a tensor by which experts are compared."""
 
 SMALL_SHARE = 0.01
 """Share of the parameters below which a tensor that was left out is not worth a warning."""
 
 
-def option_of(config: Any, names: tuple[str, ...]) -> Any:
-    return next(
-        (value for name in names if isinstance(value := getattr(config, name, None), int)), None
-    )
+def option_of(config: Any, names: tuple[str, ...], kind: Any = int) -> Any:
+    """Return the first of these options that the config has, as a number; None if it has none."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, kind)), None)
 
 
 def check_structure(probe: Probe) -> Iterator[Finding]:
     """Compare shapes of the model with those that its config builds."""
-    num_declared = option_of(probe.config, E_OPTIONS)
-    for layer in probe.layers:
-        if num_declared not in (None, layer.num_experts) and layer.kind != "moe_ffn":
-            yield STRUCTURE.at(layer.name).fails(
-                f"the config declares {num_declared} experts, but the tensors hold {layer.num_experts}",
-                "load weights that belong to this config, or correct the config",
-            )
     expected = _declared_shapes(probe)
     if expected is None:
         yield STRUCTURE.skips("no config from which to build the model again")
         return
-    replaced = _quantised_modules(probe.base) | _swapped_blocks(probe)
     actual = {_plain_name(n): tuple(p.shape) for n, p in _own_parameters(probe)}
-    for name in [name for name in {*actual, *expected} if _is_in(name, replaced)]:
-        actual.pop(
-            name, None
-        )  # neither packed weights nor our blocks have the shapes of the config
-        expected.pop(name, None)
-    missing = [name for name in expected if name not in actual]
-    added = [name for name in actual if name not in expected]
-    resized = [name for name in actual if name in expected and actual[name] != expected[name]]
+    # Neither packed weights nor our blocks have the shapes of the config.
+    replaced = _quantised_modules(probe.base) | _swapped_blocks(probe)
+    actual, expected = (
+        {name: shape for name, shape in shapes.items() if not _is_in(name, replaced)}
+        for shapes in (actual, expected)
+    )
+    common = actual.keys() & expected.keys()
+    is_right = True
     for wrong, what in (
-        (missing, "the config declares {}, which the model lacks"),
-        (added, "the model has {}, which the config does not declare"),
-        (resized, "{} differ in shape from what the config declares"),
+        (expected.keys() - common, "the config declares {}, which the model lacks"),
+        (actual.keys() - common, "the model has {}, which the config does not declare"),
+        (
+            {name for name in common if actual[name] != expected[name]},
+            "{} differ in shape from what the config declares",
+        ),
     ):
         if wrong:
+            is_right = False
             yield STRUCTURE.fails(
-                what.format(places(wrong)),
+                what.format(places(sorted(wrong))),
                 "load weights that belong to this config, or correct the config",
             )
-    if not (missing or added or resized):
+    if is_right:
         total = sum(torch.Size(shape).numel() for shape in actual.values())
         yield STRUCTURE.passes(
             f"{len(actual)} tensors, {total:,} parameters, have the shapes that the config declares"
@@ -107,9 +104,17 @@ def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
     return {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
 
 
-def check_zeros(probe: Probe) -> Iterator[Finding]:
-    """Find experts whose matrix is zero while those of other experts are not."""
+def check_experts(probe: Probe) -> Iterator[Finding]:
+    """Find experts that are equal, or whose matrix is zero while those of other experts are not."""
     for layer in probe.layers:
+        samples = _samples(layer)
+        distinct = len(set(samples))
+        if distinct < len(samples):
+            yield STRUCTURE.at(layer.name).warns(
+                f"only {distinct} of {len(samples)} experts are distinct: the model is upcycled, or one "
+                "expert was loaded into several places",
+                "if it is not upcycled, compare it with its source: moe-ffn diff",
+            )
         empty: dict[str, list[int]] = {}
         for tensor in layer.weights:
             parameter = tensor.parameter
@@ -127,44 +132,48 @@ def check_zeros(probe: Probe) -> Iterator[Finding]:
             )
 
 
+def _samples(layer: SparseLayer) -> list[bytes]:
+    """Return at most SAMPLE numbers of each tensor of each expert."""
+    rows: dict[int | None, list[Tensor]] = {}
+    for tensor in layer.weights:
+        values = tensor.by_expert(tensor.parameter.detach(), layer.num_experts)
+        step = max(1, values.shape[1] // SAMPLE)
+        rows.setdefault(tensor.expert, []).append(values[:, ::step].float().cpu())
+    return [row.numpy().tobytes() for found in rows.values() for row in torch.cat(found, dim=1)]
+
+
 # -- left out
 
 
 def check_left_out(probe: Probe) -> Iterator[Finding]:
     """Name what a quantiser or an adapter left as it was."""
     quantised = _quantised_modules(probe.model)
-    adapted = [name for name, _ in probe.model.named_parameters() if ".lora_" in name]
+    adapted = {name for layer in probe.layers for name in _adapted_weights(layer)}
+    has_adapter = any(".lora_" in name for name, _ in probe.model.named_parameters())
+    names = (weight.name for layer in probe.layers for weight in layer.weights)
     if quantised:
-        yield from _experts_left_out(
-            probe, "quantised", lambda tensor: _is_in(tensor.name, quantised)
-        )
-    if adapted:
-        yield from _experts_left_out(probe, "adapted", lambda tensor: False)
+        yield _left_out(probe, "quantised", {name for name in names if _is_in(name, quantised)})
+    if has_adapter:
+        yield _left_out(probe, "adapted", adapted)
         yield from _unmatched_targets(probe)
         yield from _disabled(probe)
-    if not quantised and not adapted:
+    if not quantised and not has_adapter:
         yield LEFT_OUT.passes("no tensor is quantised, and there is no adapter")
 
 
-def _experts_left_out(probe: Probe, word: str, is_done: Any) -> Iterator[Finding]:
-    """Yield one finding on the expert tensors that are neither quantised nor adapted."""
-    total = sum(parameter.numel() for _, parameter in _own_parameters(probe)) or 1
-    left: list[str] = []
-    size = 0
-    for layer in probe.layers:
-        reached = _adapted_weights(layer) if word == "adapted" else set()
-        for tensor in layer.weights:
-            if not is_done(tensor) and tensor.name not in reached:
-                left.append(tensor.name)
-                size += tensor.parameter.numel()
+def _left_out(probe: Probe, word: str, done: set[str]) -> Finding:
+    """Return a finding on the expert tensors that are neither quantised nor adapted."""
+    left = [w for layer in probe.layers for w in layer.weights if w.name not in done]
     if not left:
-        yield LEFT_OUT.passes(f"all expert tensors are {word}")
-        return
-    share = size / total
-    yield LEFT_OUT.finding(
-        "warn" if share > SMALL_SHARE else "pass",
-        f"{len(left)} expert tensors, {share:.0%} of the parameters, are not {word}: {places(left)}",
+        return LEFT_OUT.passes(f"all expert tensors are {word}")
+    total = sum(parameter.numel() for _, parameter in _own_parameters(probe))
+    share = sum(weight.parameter.numel() for weight in left) / total
+    return LEFT_OUT.requires(
+        share <= SMALL_SHARE,
+        f"{len(left)} expert tensors, {share:.0%} of the parameters, are not {word}: "
+        f"{places(weight.name for weight in left)}",
         _ADVICE[word],
+        otherwise="warn",
     )
 
 
@@ -233,33 +242,20 @@ def _quantised_modules(model: nn.Module) -> set[str]:
     return {path for path, module in model.named_modules() if _is_quantised(module)}
 
 
-_QUANTISED_CLASSES = (
-    "*4bit*",
-    "*8bit*",
-    "*Int8*",
-    "*QuantLinear*",
-    "*Quantized*",
-    "*FP8*",
-    "*HQQ*",
-)
+_QUANTISED = re.compile("4bit|8bit|Int8|QuantLinear|Quantized|FP8|HQQ")
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    if any(fnmatch.fnmatchcase(type(module).__name__, pattern) for pattern in _QUANTISED_CLASSES):
-        return True
     values = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(_has_few_bits(value) for value in values if value.ndim >= 2)
+    return bool(_QUANTISED.search(type(module).__name__)) or any(
+        value.ndim >= 2 and _has_few_bits(value) for value in values
+    )
 
 
 def _has_few_bits(value: Tensor) -> bool:
     """Return True for a weight in 8 bits or fewer, also as a subclass of a tensor, as in torchao."""
-    is_subclass = type(value) not in (Tensor, nn.Parameter) and "torchao" in type(value).__module__
-    return is_subclass or value.dtype in (
-        torch.uint8,
-        torch.int8,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    )
+    is_torchao = "torchao" in type(value).__module__
+    return is_torchao or (value.dtype.itemsize == 1 and value.dtype != torch.bool)
 
 
 def _is_in(name: str, paths: set[str]) -> bool:
