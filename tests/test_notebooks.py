@@ -54,10 +54,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_notebook_runs_and_shows_every_value(
     path: Path, is_whole: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, runs also learn what the notebook says; else they have ten steps."""
+    """Whole, runs also learn what the notebook says; else they have ten steps on a small text."""
     monkeypatch.chdir(folder)
     if not is_whole:
-        train, few = moe_ffn.train, {"trainer": {"max_steps": 10}}
+        corpus = {"type": "text", "paths": [str(DOCS / "howto")]}
+        train, few = moe_ffn.train, {"trainer": {"max_steps": 10}, "data": {"corpus": corpus}}
         monkeypatch.setattr(moe_ffn, "train", lambda given: train(merge(given, few)))
     names: dict[str, Any] = {}
     cells = list(run_notebook(path, names))

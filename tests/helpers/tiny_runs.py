@@ -154,6 +154,9 @@ def no_page(*_runs: object, **_options: object) -> str:
 class ForkedTraining:
     """Substitute for the `subprocess.Popen` of a sweep: runs its command in a copy of this process."""
 
+    has_page = False
+    """False leaves the page of the run empty, as in `run_here`."""
+
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         """
         Args:
@@ -164,6 +167,8 @@ class ForkedTraining:
         def work() -> None:
             os.setsid()
             os.environ |= options["env"]
+            if not self.has_page:
+                page.report_html = no_page
             sys.stdout = sys.stderr = os.fdopen(os.dup(options["stdout"].fileno()), "w", 1)
             sys.argv = ["train", *command[command.index("train") + 1 :]]
             raise SystemExit(exit_on_bad_input(import_module("moe_ffn.cli.train").main))

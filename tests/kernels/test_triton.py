@@ -120,7 +120,7 @@ def test_clamped_swiglu_equals_the_loop(make_weights: Any, make_plan_of: Any) ->
     check(tokens(len(plan)), make_plan_of(plan, 3), weights)
 
 
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "lopsided"])
+@pytest.mark.parametrize("name", PLANS)
 def test_every_plan_equals_the_loop(name: str, make_weights: Any, make_plan_of: Any) -> None:
     plan = PLANS[name]
     check(tokens(len(plan)), make_plan_of(plan, 3), make_weights())
