@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import importlib.metadata
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -39,6 +41,13 @@ if not torch.cuda.is_available():
     # Triton reads it once, when it is imported, which a library under test may do before a kernel's
     # own test. It changes nothing for torch, whose compiler uses Triton on GPUs alone.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # `torch.manual_seed` would write down its whole stack for each kind of device that is not there,
+    # which takes most of the time of a small test.
+    for absent in (torch.cuda, torch.xpu, torch.mtia):
+        vars(absent)["manual_seed_all"] = lambda seed: None
+
+# Each trainer of Lightning looks for its plugins among all packages that are installed.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,8 +2,8 @@
 
 The registries drive the parameters, so a newly registered router, kind of experts or backend is
 tested by being registered. Routers, limits and experts meet in the plan alone, so the quick suite crosses
-limits with routers and with experts, and a router of each shape of plan with experts; `make test-slow`
-crosses all three. Backends share one result of the oracle, which is slow.
+limits with experts, and a router of each shape of plan with both; `make test-slow` crosses all three.
+Backends share one result of the oracle, which is slow.
 """
 
 from __future__ import annotations
@@ -317,16 +317,15 @@ def _same_noise_in_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 USUAL = ("top_k-k2", HARDEST, "mlp-sigmoid-bias")
-SHAPES_OF_PLANS = {"top_k-k1", "expert_choice", "relu", "top_p"}
-"""Routers of one expert per token, of equally many tokens per expert, and of numbers that vary."""
+SHAPES_OF_PLANS = {"top_k-k1", "hash-k2", "expert_choice", "relu", "top_p"}
+"""Routers of one expert per token, of equal weights, of equally many tokens per expert, and of any number."""
 
 
 def is_quick(router: str, limit: str, experts: str) -> bool:
-    """True if one of the three is the usual one, two where the experts are NEAR_ANOTHER."""
+    """True if one of the three is the usual one, two where a router or experts are like others."""
     unusual = [a != b for a, b in zip((router, limit, experts), USUAL, strict=True)]
-    if unusual[0] and unusual[2] and router not in SHAPES_OF_PLANS:
-        return False
-    return sum(unusual) <= (1 if experts in NEAR_ANOTHER else 2)
+    is_like_others = experts in NEAR_ANOTHER or (unusual[0] and router not in SHAPES_OF_PLANS)
+    return sum(unusual) <= (1 if is_like_others else 2)
 
 
 CROSSED = [
@@ -362,13 +361,17 @@ def test_every_other_crossing_equals_the_double_loop(
 
 
 @every_backend
-@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("combine", CombineConfig.members)
-@pytest.mark.parametrize("shared", ["dense", "swiglu"])
+@pytest.mark.parametrize(
+    ("shared", "combine", "limit"),
+    [
+        pytest.param(*case, marks=[] if HARDEST in case or "residual" in case else pytest.mark.slow)
+        for case in itertools.product(["dense", "swiglu"], CombineConfig.members, LIMITS)
+    ],
+)
 def test_a_shared_expert_joins_the_routed_ones_at_every_token(
-    shared: str, combine: str, limit: Limit, backends: list[str], compare: Any
+    shared: str, combine: str, limit: str, backends: list[str], compare: Any
 ) -> None:
-    compare(backends, limit, shared_expert=shared, combine=combine)
+    compare(backends, LIMITS[limit], shared_expert=shared, combine=combine)
 
 
 @every_backend

@@ -18,7 +18,7 @@ import moe_ffn
 from moe_ffn.cli.train import parse
 from moe_ffn.config.yaml_files import merge
 from tests.helpers.cases import python_with
-from tests.helpers.tiny_runs import ForkedTraining
+from tests.helpers.tiny_runs import ForkedTraining, no_page
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -162,6 +162,8 @@ def test_every_command_succeeds(
     module, *arguments = shlex.split(
         command.replace("moe-ffn ", "moe_ffn.cli.").removeprefix("python -m ")
     )
+    if module != "moe_ffn.cli.report":
+        monkeypatch.setattr("moe_ffn.report.page.report_html", no_page)
     first: list[str] = []  # a command without which this one has nothing to work on
     shown = SHOWN.get(module, "validation loss")
     if module == "moe_ffn.cli.convert":

@@ -23,7 +23,7 @@ def run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Layer 0 with experts that have a load, layer 1 with product keys."""
     where = tmp_path_factory.mktemp("listed")
     options = ("--model.ffn", "moe", "--model.ffn_at", f"{{'1': {LISTED}}}")
-    return run_train(where, *options, "--trainer.max_steps", "4")
+    return run_train(where, *options, "--trainer.max_steps", "4", has_page=True)
 
 
 def test_rows_hold_what_pairs_tell_and_no_load(run: Any) -> None:
@@ -77,7 +77,8 @@ def test_a_trace_shows_the_other_layer_or_refuses(
 ) -> None:
     found = run_here(str(run.folder), "--text", "def", program="moe_ffn.cli.trace")
     assert found.code == 0, found.stderr
-    alone = run_train(tmp_path, "--model.ffn", LISTED, "--trainer.max_steps", "1")
+    options = ("--model.ffn", LISTED, "--trainer.max_steps", "1")
+    alone = run_train(tmp_path, *options, has_page=True)
     refused = run_here(str(alone.folder), "--text", "def", program="moe_ffn.cli.trace")
     assert refused.code == 2
     assert refused.stderr.strip() == (

@@ -235,7 +235,7 @@ def test_training_does_not_measure_the_compiler(
     run_train: Callable[..., Any], tmp_path: Path, compiled: list[float], ffn: str
 ) -> None:
     objective = ["--model.causal", "false"] if "soft" in ffn else []
-    run = run_train(tmp_path, "--model.ffn", ffn, *objective)
+    run = run_train(tmp_path, "--model.ffn", ffn, *objective, "--trainer.max_steps", "2")
     assert run.code == 0, run.stderr
     assert len(compiled) == (ffn != "dense"), "once, and for experts alone"
     seconds = [row["train/seconds"] for row in run.rows if "train/seconds" in row]

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError
-from tests.helpers.refusing import answers
+from tests.helpers.cases import answers
 from tests.helpers.shape_family import Drawing, mistakes
 
 REFUSED = """

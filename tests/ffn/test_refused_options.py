@@ -11,7 +11,7 @@ import yaml
 from moe_ffn import ConfigError, build_ffn
 from moe_ffn.config.errors import show
 from moe_ffn.routing import RouterConfig
-from tests.helpers.refusing import answers
+from tests.helpers.cases import answers
 
 OUT_OF_RANGE: list[tuple[str, str | None, Any, str]] = [
     ("num_experts", "moe", 0, "at least 1"),

@@ -72,12 +72,12 @@ def run_train(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     """`run_train(folder, "--seed", "1")` runs the program in `folder`, as a command line would."""
     cache = tmp_path_factory.mktemp("cache")
 
-    def run(where: Path, *options: str) -> Result:
+    def run(where: Path, *options: str, has_page: bool = False) -> Result:
         args = ["--config", str(tiny_yaml), "--data.cache_dir", str(cache), *options]
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(where)
             patch.setenv("COLUMNS", "200")
-            done = run_here(*args, program="moe_ffn.cli.train")
+            done = run_here(*args, program="moe_ffn.cli.train", has_page=has_page)
         return Result(*done, args, where)
 
     return run
@@ -99,7 +99,7 @@ def moe_run(
     run_train: Callable[..., Result], tiny_moe: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Result:
     """Six steps of a Mixture of Experts with a capacity; validations at 4 and at the end."""
-    return run_train(tmp_path_factory.mktemp("moe"), "--model.ffn", tiny_moe)
+    return run_train(tmp_path_factory.mktemp("moe"), "--model.ffn", tiny_moe, has_page=True)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ Tiles are 64 rows, chunks 512, panels 64 columns, sums 512 numbers, blocks 128 r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -128,10 +129,23 @@ def _who(request: pytest.FixtureRequest, threads: Any) -> None:
     threads(request.param)
 
 
-@pytest.mark.usefixtures("_who")
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def is_quick(num_threads: int, dtype: torch.dtype) -> bool:
+    return num_threads == 1 or dtype in (torch.float64, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "dtype"),
+    [
+        pytest.param(*case, marks=[] if is_quick(*case) else pytest.mark.slow)
+        for case in itertools.product((1, 7), TOLERANCES)
+    ],
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_shape_is_that_of_the_loop(shape: Shape, dtype: torch.dtype) -> None:
+def test_every_shape_is_that_of_the_loop(
+    shape: Shape, num_threads: int, dtype: torch.dtype, threads: Any
+) -> None:
+    """On one thread, and on more threads than there are experts of these shapes."""
+    threads(num_threads)
     kinds = list(KINDS.values())
     is_long = sum(shape[3]) > 1000 or dtype not in (torch.float64, torch.bfloat16)
     for kind in kinds[:1] if is_long else kinds:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from moe_ffn import DecoderConfig
 from moe_ffn.config.errors import UseCase, explain
-from tests.helpers.refusing import answers
+from tests.helpers.cases import answers
 
 
 def types(ffn_at: dict[Any, Any], num_layers: int = 5) -> str:

@@ -9,7 +9,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.parallel.layout import Layout, ParallelConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import check_layout
-from tests.helpers.refusing import answers
+from tests.helpers.cases import answers
 
 
 @pytest.mark.parametrize(

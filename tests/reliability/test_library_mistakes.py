@@ -15,7 +15,7 @@ from moe_ffn import DecoderConfig
 from moe_ffn.data.tokenizer import BPEConfig, Tokenizer, train_bpe
 from moe_ffn.model.generate import generate
 from moe_ffn.training.optimizer import OptimizerConfig
-from tests.helpers.refusing import refuses
+from tests.helpers.cases import refuses
 
 # -- models
 

@@ -315,11 +315,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("place", FAMILIES)
-def test_no_family_runs_a_stranger_s_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
+def write_strange_config(tmp_path: Path, place: str) -> None:
+    """Write config.yaml, which names marking code, into the current folder."""
     (tmp_path / "code").mkdir()
     for path in ("code/evil.py", "evil_module_of_a_stranger.py"):
         (tmp_path / path).write_text(MARKS)
@@ -329,14 +326,27 @@ def test_no_family_runs_a_stranger_s_code(
     text = text.replace("{ffn: {", "{ffn: {type: moe, ") if "ffn." in place else text
     (tmp_path / "config.yaml").write_text(text)
 
+
+@pytest.mark.parametrize("place", FAMILIES)
+def test_no_family_runs_a_stranger_s_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    write_strange_config(tmp_path, place)
+
     with pytest.raises(
         UntrustedCodeError, match=r"^'.*' names code that none of your runs started with"
     ):
         read_config(tmp_path / "config.yaml", TrainConfig)
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("flag", ["--help", "--print-schema"])
+def test_help_and_schema_run_no_stranger_s_code(tmp_path: Path, flag: str) -> None:
+    write_strange_config(tmp_path, "model.ffn")
+
     with pytest.raises(SystemExit):
-        parse("--config", "config.yaml", "--help")
-    with pytest.raises(SystemExit):
-        parse("--config", "config.yaml", "--print-schema")
+        parse("--config", "config.yaml", flag)
     assert not Path("ran").exists()
 
 
