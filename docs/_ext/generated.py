@@ -58,6 +58,9 @@ UNITS = re.compile(
 NAMES = r"(?<!\S)--[a-z][\w.-]*\w|(?<![\w./-])(?:[a-z]\w*\.)*[a-z]+(?:_[a-z0-9]+)+(?:\.\w+)*"
 """Flags, and names with an underscore, in plain text."""
 
+LINKED = re.compile(r"\]\((\w+|\w+/index|studies/README)\.(?:md|ipynb)\)")
+"""Link to a page of the same folder, or to the index of a folder in it."""
+
 
 # -- Markdown
 
@@ -302,9 +305,25 @@ def with_generated_parts(text: str) -> str:
     )
 
 
+def tables_of_contents(text: str) -> str:
+    """Return the pages of the sidebar below an index page: those that it links to, by its headings."""
+    captions: dict[str, str] = {}
+    for section in text.split("\n## "):
+        heading = section.partition("\n")[0]
+        for page in LINKED.findall(section):
+            option = "" if heading.startswith("# ") else f":caption: {heading}\n"
+            captions.setdefault(page, option)
+    return "".join(
+        f"\n```{{toctree}}\n:hidden:\n{caption}\n"
+        + "".join(f"{page}\n" for page in captions if captions[page] == caption)
+        + "```\n"
+        for caption in dict.fromkeys(captions.values())
+    )
+
+
 def on_source_read(_app: Any, docname: str, source: list[str]) -> None:
-    if docname == "studies/README":  # a program writes this page
-        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+    if docname.endswith(("index", "studies/README", "reference/api")):
+        source[0] += tables_of_contents(source[0])
 
 
 def on_docstring(_app: Any, what: str, _name: str, _obj: Any, _opts: Any, lines: list[str]) -> None:
