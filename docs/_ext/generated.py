@@ -248,7 +248,10 @@ def description(text: str) -> Iterator[str]:
     """Split a description into prose and indented blocks of commands."""
     for block in text.strip().split("\n\n"):
         if block.startswith(("    ", "moe-ffn ", "python -m ")):
-            yield f"```bash\n{re.sub('^    ', '', block, flags=re.MULTILINE)}\n```\n"
+            block = re.sub("^    ", "", block, flags=re.MULTILINE)
+            is_command = block.startswith(("moe-ffn ", "python -m "))
+            language = "yaml" if not is_command else "text" if " [--" in block else "bash"
+            yield f"```{language}\n{block}\n```\n"
         else:
             yield prose(block).replace(r"\|", "|") + "\n"
 
