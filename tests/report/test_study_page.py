@@ -120,17 +120,16 @@ def test_the_page_has_what_was_asked_how_and_what_came_of_it(page: StudyPage) ->
     assert "\n\n\n" not in page.markdown
     verdict = re.search(r"- (swiglu is better .*)", page.markdown)
     assert verdict is not None
-    row = "| [gating](gating.md) | Do gates beat activations? | ReLU 1.997, SwiGLU 1.944 | "
-    assert page.summary == f"{row}{verdict[1]} |"
+    assert page.summary == f"| [Do gates beat activations?](gating.md) | {verdict[1]} |"
 
 
 def test_an_answer_stands_first_and_results_of_other_arms_are_no_part(
     results: list[RunResult],
 ) -> None:
     with_another = [*results, make_result("relu", 0)]
-    page = study_page(study(GATING + "answer: Yes, by a tenth."), with_another)
-    assert "\n\n**Yes, by a tenth.**\n\n" in page.markdown
-    assert page.summary.endswith("| Yes, by a tenth. |")
+    page = study_page(study(GATING + "answer: Yes, by 0.1 nats. In short runs."), with_another)
+    assert "\n\n**Yes, by 0.1 nats. In short runs.**\n\n" in page.markdown
+    assert page.summary.endswith("| Yes, by 0.1 nats. |")
     assert "relu" not in page.markdown
     with pytest.raises(ConfigError, match="gating: no result belongs to one of its arms, gelu"):
         study_page(study(GATING), with_another[-1:])
@@ -324,12 +323,11 @@ def test_flops_of_the_model_that_runs_began_with_are_counted_and_arms_cross_on_t
 
 def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:
     text = ""
-    for row in ("| [a](a.md) | 1 |", "| [b](b.md) | 2 |", "| [a](a.md) | 3 |"):
+    for row in ("| [a?](a.md) | 1 |", "| [b?](b.md) | 2 |", "| [A?](a.md) | 3 |"):
         text = with_row(text, row)
-    assert [line for line in text.splitlines() if line.startswith("| [")] == [
-        "| [a](a.md) | 3 |",
-        "| [b](b.md) | 2 |",
-    ]
+    assert text.endswith("\n| [A?](a.md) | 3 |\n| [b?](b.md) | 2 |\n")
+    introduced = text.replace("# Studies\n", "# Studies\n\nOurs.\n")
+    assert with_row(introduced, "| [A?](a.md) | 3 |") == introduced
 
 
 def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
