@@ -62,7 +62,9 @@ def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
     assert [*found] == ["[a](studies/a.md) moe", both]
     assert found[both][2] == "4"
     assert "no other arm has their budget: 2 of b." in page
-    assert page.splitlines()[2].startswith("**A sparse block has the lowest loss at 1 of 1 budgets**")
+    assert page.splitlines()[2].startswith(
+        "**A sparse block has the lowest loss at 1 of 1 budgets**"
+    )
 
 
 def test_a_speed_up_counts_the_steps_to_the_dense_loss_and_their_time(tmp_path: Path) -> None:

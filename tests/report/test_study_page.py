@@ -183,6 +183,22 @@ def test_arms_that_differ_along_the_axis_are_one_line() -> None:
     assert lines_of(page.figures["axis"]) == ["all arms"], "though one arm has no place on it"
 
 
+def test_points_over_the_expansion_have_their_number_of_experts_and_round_ticks() -> None:
+    experts = study("""
+        name: experts
+        arms: {e1: , e8: }
+        axis: expansion
+    """)
+    results: list[RunResult] = []
+    for number, params in ((1, 1000), (8, 3911)):
+        run = make_result(f"e{number}", 0, options={"model.ffn.num_experts": number})
+        cost = Cost(params, 1000, 2000)
+        results.append(run.model_copy(update={"budget": Budget(cost, cost, 1000)}))
+    figure = study_page(experts, results).figures["axis"]
+    assert figure.data[0].text == ("1 expert", "8 experts")
+    assert figure.layout.xaxis.ticktext == ("1", "2", "4")
+
+
 def test_tuning_says_where_the_optimum_lies_and_if_it_is_at_an_end(
     results: list[RunResult],
 ) -> None:
