@@ -7,11 +7,14 @@ compares them with the code.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
+from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -286,11 +289,82 @@ def metrics(kind: str) -> str:
     return table([*HEADERS, "batches", "needs"], rows)
 
 
+# -- the API
+
+
+class _Default:
+    """Default of an argument, as a signature shows it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = getattr(value, "type", ...) if isinstance(value, Config) else value
+
+    def __repr__(self) -> str:
+        if isinstance(self.value, type):
+            return self.value.__name__
+        return "..." if self.value is ... or repr(self.value) == "<factory>" else repr(self.value)
+
+
+def signature(obj: Any) -> str:
+    """Return arguments with defaults, without their types; empty if there are none to know."""
+    is_class = isinstance(obj, type)
+    if is_class and issubclass(obj, Config):
+        fields = {name: field for name, field in obj.model_fields.items() if name != "type"}
+        listed = [
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY,
+                default=_Default(field.get_default(call_default_factory=True)),
+            )
+            for name, field in fields.items()
+        ]
+        return str(Signature(listed)) if listed else ""
+    found = Signature() if is_class and issubclass(obj, Exception) else inspect.signature(obj)
+    if not found.parameters or "args" in found.parameters:
+        return ""
+    listed = [
+        each.replace(
+            annotation=each.empty,
+            default=each.empty if each.default is each.empty else _Default(each.default),
+        )
+        for each in found.parameters.values()
+    ]
+    return str(Signature(listed)) + ("" if is_class else f" -> {found.return_annotation}")
+
+
+def docstrings(*paths: str) -> str:
+    """Return the signature and the first paragraph of names, for readers of a code host."""
+    lines: list[str] = []
+    for path in paths:
+        obj = resolve_name(path)
+        paragraph = cleandoc(obj.__doc__ or "").split("\n\n")[0]
+        lines.append(f"`{path.rpartition('.')[2]}{signature(obj)}`: {prose(paragraph)}\n")
+    return "\n".join(lines)
+
+
+def with_full_docstrings(text: str) -> str:
+    """Replace signatures and first paragraphs by directives for whole docstrings, for the site."""
+
+    def directives(found: re.Match[str]) -> str:
+        lines: list[str] = []
+        for path in found[1].split():
+            obj = resolve_name(path)
+            kind = "function"
+            if isinstance(obj, type):
+                kind = "exception" if issubclass(obj, Exception) else "class"
+            members = "   :members:\n" if kind == "class" else ""
+            lines.append(f".. auto{kind}:: {path}\n{members}")
+        return "```{eval-rst}\n" + "\n".join(lines) + "```"
+
+    pattern = r"^<!-- generated: docstrings (.+?) -->\n.*?^<!-- end -->$"
+    return re.sub(pattern, directives, text, flags=re.MULTILINE | re.DOTALL)
+
+
 # -- Sphinx
 
 
 KINDS: dict[str, Callable[..., str]] = {
     "arguments": arguments,
+    "docstrings": docstrings,
     "metrics": metrics,
     "options": options,
     "programs": program_table,
@@ -325,6 +399,7 @@ def tables_of_contents(text: str) -> str:
 
 
 def on_source_read(_app: Any, docname: str, source: list[str]) -> None:
+    source[0] = with_full_docstrings(source[0])
     if docname.endswith(("index", "studies/README", "reference/api")):
         source[0] += tables_of_contents(source[0])
 
