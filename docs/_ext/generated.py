@@ -383,13 +383,14 @@ def with_generated_parts(text: str) -> str:
 
 
 def tables_of_contents(text: str) -> str:
-    """Return the pages of the sidebar below an index page: those that it links to, by its headings."""
+    """Return the pages of the sidebar below an index page: those that it links to, by their last heading."""
     captions: dict[str, str] = {}
     for section in text.split("\n## "):
         heading = section.partition("\n")[0]
         for page in LINKED.findall(section):
             option = "" if heading.startswith("# ") else f":caption: {heading}\n"
-            captions.setdefault(page, option)
+            captions.pop(page, None)
+            captions[page] = option
     return "".join(
         f"\n```{{toctree}}\n:hidden:\n{caption}\n"
         + "".join(f"{page}\n" for page in captions if captions[page] == caption)
