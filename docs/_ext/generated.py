@@ -7,11 +7,14 @@ compares them with the code.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
+from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -57,6 +60,9 @@ UNITS = re.compile(
 
 NAMES = r"(?<!\S)--[a-z][\w.-]*\w|(?<![\w./-])(?:[a-z]\w*\.)*[a-z]+(?:_[a-z0-9]+)+(?:\.\w+)*"
 """Flags, and names with an underscore, in plain text."""
+
+LINKED = re.compile(r"\]\((\w+|\w+/index|studies/README)\.(?:md|ipynb)\)")
+"""Link to a page of the same folder, or to the index of a folder in it."""
 
 
 # -- Markdown
@@ -245,7 +251,10 @@ def description(text: str) -> Iterator[str]:
     """Split a description into prose and indented blocks of commands."""
     for block in text.strip().split("\n\n"):
         if block.startswith(("    ", "moe-ffn ", "python -m ")):
-            yield f"```bash\n{re.sub('^    ', '', block, flags=re.MULTILINE)}\n```\n"
+            block = re.sub("^    ", "", block, flags=re.MULTILINE)
+            is_command = block.startswith(("moe-ffn ", "python -m "))
+            language = "yaml" if not is_command else "text" if " [--" in block else "bash"
+            yield f"```{language}\n{block}\n```\n"
         else:
             yield prose(block).replace(r"\|", "|") + "\n"
 
@@ -280,11 +289,82 @@ def metrics(kind: str) -> str:
     return table([*HEADERS, "batches", "needs"], rows)
 
 
+# -- the API
+
+
+class _Default:
+    """Default of an argument, as a signature shows it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = getattr(value, "type", ...) if isinstance(value, Config) else value
+
+    def __repr__(self) -> str:
+        if isinstance(self.value, type):
+            return self.value.__name__
+        return "..." if self.value is ... or repr(self.value) == "<factory>" else repr(self.value)
+
+
+def signature(obj: Any) -> str:
+    """Return arguments with defaults, without their types; empty if there are none to know."""
+    is_class = isinstance(obj, type)
+    if is_class and issubclass(obj, Config):
+        fields = {name: field for name, field in obj.model_fields.items() if name != "type"}
+        listed = [
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY,
+                default=_Default(field.get_default(call_default_factory=True)),
+            )
+            for name, field in fields.items()
+        ]
+        return str(Signature(listed)) if listed else ""
+    found = Signature() if is_class and issubclass(obj, Exception) else inspect.signature(obj)
+    if not found.parameters or "args" in found.parameters:
+        return ""
+    listed = [
+        each.replace(
+            annotation=each.empty,
+            default=each.empty if each.default is each.empty else _Default(each.default),
+        )
+        for each in found.parameters.values()
+    ]
+    return str(Signature(listed)) + ("" if is_class else f" -> {found.return_annotation}")
+
+
+def docstrings(*paths: str) -> str:
+    """Return the signature and the first paragraph of names, for readers of a code host."""
+    lines: list[str] = []
+    for path in paths:
+        obj = resolve_name(path)
+        paragraph = cleandoc(obj.__doc__ or "").split("\n\n")[0]
+        lines.append(f"`{path.rpartition('.')[2]}{signature(obj)}`: {prose(paragraph)}\n")
+    return "\n".join(lines)
+
+
+def with_full_docstrings(text: str) -> str:
+    """Replace signatures and first paragraphs by directives for whole docstrings, for the site."""
+
+    def directives(found: re.Match[str]) -> str:
+        lines: list[str] = []
+        for path in found[1].split():
+            obj = resolve_name(path)
+            kind = "function"
+            if isinstance(obj, type):
+                kind = "exception" if issubclass(obj, Exception) else "class"
+            members = "   :members:\n" if kind == "class" else ""
+            lines.append(f".. auto{kind}:: {path}\n{members}")
+        return "```{eval-rst}\n" + "\n".join(lines) + "```"
+
+    pattern = r"^<!-- generated: docstrings (.+?) -->\n.*?^<!-- end -->$"
+    return re.sub(pattern, directives, text, flags=re.MULTILINE | re.DOTALL)
+
+
 # -- Sphinx
 
 
 KINDS: dict[str, Callable[..., str]] = {
     "arguments": arguments,
+    "docstrings": docstrings,
     "metrics": metrics,
     "options": options,
     "programs": program_table,
@@ -302,9 +382,27 @@ def with_generated_parts(text: str) -> str:
     )
 
 
+def tables_of_contents(text: str) -> str:
+    """Return the pages of the sidebar below an index page: those that it links to, by their last heading."""
+    captions: dict[str, str] = {}
+    for section in text.split("\n## "):
+        heading = section.partition("\n")[0]
+        for page in LINKED.findall(section):
+            option = "" if heading.startswith("# ") else f":caption: {heading}\n"
+            captions.pop(page, None)
+            captions[page] = option
+    return "".join(
+        f"\n```{{toctree}}\n:hidden:\n{caption}\n"
+        + "".join(f"{page}\n" for page in captions if captions[page] == caption)
+        + "```\n"
+        for caption in dict.fromkeys(captions.values())
+    )
+
+
 def on_source_read(_app: Any, docname: str, source: list[str]) -> None:
-    if docname == "studies/README":  # a program writes this page
-        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+    source[0] = with_full_docstrings(source[0])
+    if docname.endswith(("index", "studies/README", "reference/api")):
+        source[0] += tables_of_contents(source[0])
 
 
 def on_docstring(_app: Any, what: str, _name: str, _obj: Any, _opts: Any, lines: list[str]) -> None:

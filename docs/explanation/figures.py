@@ -255,19 +255,56 @@ def cost(page: dict[str, Any]) -> Drawing:
 
 EXPERTS = ("#6ec6ca", "#f6cf71", "#f89c74", "#dcb0f2", "#87c55f", "#9eb9f3", "#fe88b1", "#c9db74")
 """Colour of each expert; dark text is readable on all of them."""
-ARMS = {
-    ("gating", "gelu"): ("dense", "mute"),
-    ("experts", "e8,d_model=64"): ("8 experts", "blue"),
-    ("experts", "e32,d_model=64"): ("32 experts", "orange"),
-}
-"""Study and arm -> its label and colour. The dense block is the best one of this budget, GELU."""
+DENSE = ("gating", "gelu")
+"""Study and arm of the best dense block of its budget."""
+SPARSE = {"8 experts": ("experts", "e8,d_model=64"), "32 experts": ("experts", "e32,d_model=64")}
+"""Label -> study and arm."""
+
+
+def losses_of(study: str, arm: str) -> tuple[list[float], list[float]]:
+    """Return training FLOPs, in 1e12, and mean losses at the validations of an arm."""
+    table = (STUDIES / study / "results.jsonl").read_text(encoding="utf-8")
+    runs = [run for run in map(json.loads, table.splitlines()) if run["arm"] == arm]
+    per_token = 3 * runs[0]["budget"]["model"]["flops_per_token"] / 1e12
+    flops = [per_token * tokens for tokens in runs[0]["validation"]["tokens"]]
+    losses = [fmean(at) for at in zip(*(r["validation"]["losses"] for r in runs), strict=True)]
+    return flops, losses
+
+
+def draw_differences(drawing: Drawing, left: float) -> None:
+    """Draw the losses of sparse models minus that of a dense one over training FLOPs."""
+
+    def at(flops: float, difference: float) -> Point:
+        return left + 60 * (flops - 0.4), 100 - 1800 * difference
+
+    drawing.text((left - 30, 34), "Loss minus dense, nats per token", kind="title")
+    for difference in (0.02, 0, -0.02, -0.04):
+        start, end = at(0.4, difference), at(2.7, difference)
+        drawing.line([start, end], "grid" if difference else "mute", 1 if difference else 2.5)
+        drawing.text(
+            (left - 6, start[1] + 4), f"{difference:+g}" if difference else "0", "end", "small"
+        )
+    drawing.text((at(2.7, 0)[0] + 4, 104), "dense", kind="small")
+    for flops in (1, 2):
+        drawing.text((at(flops, 0)[0], 196), f"{flops}e12", "middle", "small")
+    drawing.text((at(1.5, 0)[0], 214), "training FLOPs", "middle", "small")
+    drawing.text((left - 30, 246), "width 64, equal FLOPs, mean of 5 seeds", kind="small")
+    _, dense = losses_of(*DENSE)
+    for (label, arm), colour in zip(SPARSE.items(), ("blue", "orange"), strict=True):
+        flops, losses = losses_of(*arm)
+        gaps = [loss - base for loss, base in zip(losses, dense, strict=True)]
+        points = [at(*point) for point in zip(flops, gaps, strict=True) if point[1] < 0.03]
+        drawing.line(points, colour, 2.5)
+        drawing.text(
+            (at(2.7, 0)[0] + 4, points[-1][1] + 4), f"{label} {gaps[-1]:+.3f}", kind="small"
+        )
 
 
 def overview() -> Drawing:
     """Draw the picture of the README: the expert of each token, and losses over training FLOPs."""
     drawing, cell = Drawing(940, 262), 36
     trace = trace_folder(MODEL, b"for i in range(10):\n    print(i)", None, trust_code=False)
-    drawing.text((24, 34), "Where tokens go: the first expert of each, in each layer", kind="title")
+    drawing.text((24, 34), "Each token's first-choice expert, layer by layer", kind="title")
     for column, token in enumerate(trace.tokens):
         left = 72 + cell * column
         drawing.text((left + cell / 2, 66), token.token.replace("\\n␣␣␣", "\\n"), "middle", "small")
@@ -280,30 +317,7 @@ def overview() -> Drawing:
         drawing.text((24, 99 + cell * row), f"layer {row}", kind="small")
     note = "moe-ffn demo shows this for any text: a small model trained on Python source, 8 experts, top-2"
     drawing.text((24, 246), note, kind="small")
-    drawing.text((650, 246), "width 64, equal FLOPs, mean of 5 seeds", kind="small")
-    left, bottom, height = 680, 200, 270
-    drawing.text((left - 30, 34), "Loss over training FLOPs", kind="title")
-    for loss in (3.5, 3.7, 3.9):
-        y = bottom - height * (loss - 3.45)
-        drawing.line([(left, y), (left + 160, y)], "grid")
-        drawing.text((left - 6, y + 4), str(loss), "end", "small")
-    for flops in (1, 2):
-        drawing.text((left + 75 * (flops - 0.6), bottom + 18), f"{flops}e12", "middle", "small")
-    for number, ((study, arm), (label, colour)) in enumerate(ARMS.items()):
-        table = (STUDIES / study / "results.jsonl").read_text(encoding="utf-8")
-        runs = [run for run in map(json.loads, table.splitlines()) if run["arm"] == arm]
-        budget = runs[0]["budget"]
-        flops = 3 * budget["model"]["flops_per_token"] * budget["tokens"] / 1e12
-        losses = [fmean(at) for at in zip(*(r["validation"]["losses"] for r in runs), strict=True)]
-        points = [
-            (left + 75 * (flops * (index + 1) / len(losses) - 0.6), bottom - height * (loss - 3.45))
-            for index, loss in enumerate(losses)
-            if loss < 4
-        ]
-        drawing.line(points, colour, 2.5)
-        at = (left + 134, 90 + 18 * number)
-        drawing.line([(at[0] - 12, at[1] - 5), (at[0] - 2, at[1] - 5)], colour, 2.5)
-        drawing.text((at[0] + 3, at[1]), f"{label} {losses[-1]:.3f}", kind="small")
+    draw_differences(drawing, 680)
     return drawing
 
 

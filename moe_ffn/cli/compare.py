@@ -1,8 +1,8 @@
 """Compare existing runs: losses with intervals, differences from a baseline, cost, and differing options.
 
-    moe-ffn compare runs/gating                  the runs of a study, or of any folder
-    moe-ffn compare runs/a runs/b                runs, grouped into arms by their options
-    moe-ffn compare docs/studies/gating          a folder with a table of results, or the table
+    moe-ffn compare runs/gating                  # the runs of a study, or of any folder
+    moe-ffn compare runs/a runs/b                # runs, grouped into arms by their options
+    moe-ffn compare docs/studies/gating          # a folder with a table of results, or the table
     moe-ffn compare runs/gating --html gating.html
 
 Nothing is trained; use moe-ffn sweep for that. Unfinished and damaged runs are listed and left out, and the

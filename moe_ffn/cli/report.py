@@ -1,8 +1,8 @@
 """Write the page of a run, or a comparison of several runs, as one file that opens from disk.
 
-    moe-ffn report runs/NAME              writes runs/NAME/report.html
-    moe-ffn report runs/a runs/b          compares the runs in runs/report.html
-    moe-ffn report --watch runs/NAME      updates the page until the run has ended
+    moe-ffn report runs/NAME              # writes runs/NAME/report.html
+    moe-ffn report runs/a runs/b          # compares the runs in runs/report.html
+    moe-ffn report --watch runs/NAME      # updates the page until the run has ended
 
 Runs that differ only in their seeds form one arm.
 """

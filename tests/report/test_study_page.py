@@ -123,17 +123,16 @@ def test_the_page_has_what_was_asked_how_and_what_came_of_it(page: StudyPage) ->
     assert "\n\n\n" not in page.markdown
     verdict = re.search(r"- (swiglu is better .*)", page.markdown)
     assert verdict is not None
-    row = "| [gating](gating.md) | Do gates beat activations? | ReLU 1.997, SwiGLU 1.944 | "
-    assert page.summary == f"{row}{verdict[1]} |"
+    assert page.summary == f"| [Do gates beat activations?](gating.md) | {verdict[1]} |"
 
 
 def test_an_answer_stands_first_and_results_of_other_arms_are_no_part(
     results: list[RunResult],
 ) -> None:
     with_another = [*results, make_result("relu", 0)]
-    page = study_page(study(GATING + "answer: Yes, by a tenth."), with_another)
-    assert "\n\n**Yes, by a tenth.**\n\n" in page.markdown
-    assert page.summary.endswith("| Yes, by a tenth. |")
+    page = study_page(study(GATING + "answer: Yes, by 0.1 nats. In short runs."), with_another)
+    assert "\n\n**Yes, by 0.1 nats. In short runs.**\n\n" in page.markdown
+    assert page.summary.endswith("| Yes, by 0.1 nats. |")
     assert "relu" not in page.markdown
     with pytest.raises(ConfigError, match="gating: no result belongs to one of its arms, gelu"):
         study_page(study(GATING), with_another[-1:])
@@ -185,6 +184,22 @@ def test_arms_that_differ_along_the_axis_are_one_line() -> None:
     ]
     page = study_page(capacity, results)
     assert lines_of(page.figures["axis"]) == ["all arms"], "though one arm has no place on it"
+
+
+def test_points_over_the_expansion_have_their_number_of_experts_and_round_ticks() -> None:
+    experts = study("""
+        name: experts
+        arms: {e1: , e8: }
+        axis: expansion
+    """)
+    results: list[RunResult] = []
+    for number, params in ((1, 1000), (8, 3911)):
+        run = make_result(f"e{number}", 0, options={"model.ffn.num_experts": number})
+        cost = Cost(params, 1000, 2000)
+        results.append(run.model_copy(update={"budget": Budget(cost, cost, 1000)}))
+    figure = study_page(experts, results).figures["axis"]
+    assert figure.data[0].text == ("1 expert", "8 experts")
+    assert figure.layout.xaxis.ticktext == ("1", "2", "4")
 
 
 def test_tuning_says_where_the_optimum_lies_and_if_it_is_at_an_end(
@@ -327,12 +342,11 @@ def test_flops_of_the_model_that_runs_began_with_are_counted_and_arms_cross_on_t
 
 def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:
     text = ""
-    for row in ("| [a](a.md) | 1 |", "| [b](b.md) | 2 |", "| [a](a.md) | 3 |"):
+    for row in ("| [a?](a.md) | 1 |", "| [b?](b.md) | 2 |", "| [A?](a.md) | 3 |"):
         text = with_row(text, row)
-    assert [line for line in text.splitlines() if line.startswith("| [")] == [
-        "| [a](a.md) | 3 |",
-        "| [b](b.md) | 2 |",
-    ]
+    assert text.endswith("\n| [A?](a.md) | 3 |\n| [b?](b.md) | 2 |\n")
+    introduced = text.replace("# Studies\n", "# Studies\n\nOurs.\n")
+    assert with_row(introduced, "| [A?](a.md) | 3 |") == introduced
 
 
 def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
@@ -415,7 +429,9 @@ def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
     assert [*found] == ["[a](studies/a.md) moe", both]
     assert found[both][2] == "4"
     assert "no other arm has their budget: 2 of b." in page
-    assert page.splitlines()[2].startswith("**A sparse block has the lowest loss at 1 of 1 budgets")
+    assert page.splitlines()[2].startswith(
+        "**A sparse block has the lowest loss at 1 of 1 budgets**"
+    )
 
 
 def test_a_speed_up_counts_the_steps_to_the_dense_loss_and_their_time(tmp_path: Path) -> None:

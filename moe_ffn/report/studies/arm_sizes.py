@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -32,6 +32,8 @@ class SizedLine:
     """Fitted law, drawn between the smallest and the largest size."""
     minimum: Interval | None = None
     """Size at which the law is lowest."""
+    labels: Mapping[float, str] = field(default_factory=dict)
+    """Size -> words next to its mean."""
 
 
 def over_sizes(
@@ -62,8 +64,9 @@ def over_sizes(
 
 
 def _ticks(sizes: Sequence[float]) -> Sequence[float]:
-    """Return the sizes, or powers of 2 if there are many sizes or two are nearly equal."""
-    if len(sizes) <= MAX_TICKS and all(b / a > 1.1 for a, b in pairwise(sizes)):
+    """Return the sizes, or powers of 2 if sizes have many digits, are many, or two are nearly equal."""
+    are_short = all(size >= 1000 or float(f"{size:.3g}") == size for size in sizes)
+    if are_short and len(sizes) <= MAX_TICKS and all(b / a > 1.1 for a, b in pairwise(sizes)):
         return sizes
     low, high = math.floor(math.log2(sizes[0])), math.ceil(math.log2(sizes[-1]))
     return [2.0**power for power in range(low, high + 1, -(-(high - low) // MAX_TICKS) or 1)]
@@ -74,6 +77,7 @@ def _traces_of(number: int, line: SizedLine) -> list[go.Scatter]:
     means = [fmean(line.points[x]) for x in xs]
     intervals = [mean_interval(line.points[x]) for x in xs]
     margins = [interval.high - interval.value if interval else 0 for interval in intervals]
+    right, left = ("bottom", "top") if means[-1] > means[0] else ("top", "bottom")
     traces = [
         arm_trace(
             number,
@@ -82,7 +86,9 @@ def _traces_of(number: int, line: SizedLine) -> list[go.Scatter]:
             means,
             HOVER,
             marker={"size": 7},
-            mode="markers" if line.curve else "lines+markers",
+            mode="markers" if line.curve else "lines+markers+text",
+            text=[line.labels.get(x, "") for x in xs],
+            textposition=[f"{right} right"] * (len(xs) - 1) + [f"{left} left"],
             error_y={"type": "data", "array": margins} if any(margins) else None,
             legendgroup=str(number),
         )

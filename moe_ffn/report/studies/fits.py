@@ -119,7 +119,15 @@ def lines_over(arms: Sequence[Arm], axis: str) -> list[SizedLine]:
         if arm.name in sizes:
             points = lines.setdefault(arm.name.partition(",")[part], {})
             points.setdefault(sizes[arm.name], []).extend(arm.losses.values())
-    return [SizedLine(name or "all arms", points) for name, points in lines.items()]
+    labels = labels_of(arms) if axis == "expansion" else {}
+    return [SizedLine(name or "all arms", points, labels=labels) for name, points in lines.items()]
+
+
+def labels_of(arms: Sequence[Arm]) -> dict[float, str]:
+    """Return the number of experts at each ratio of total to active parameters."""
+    runs = [arm.results[0] for arm in arms]
+    numbers = {size_of(run, "expansion"): run.option("model.ffn.num_experts") for run in runs}
+    return {x: f"{n} expert{'s' * (n > 1)}" for x, n in numbers.items() if n is not None}
 
 
 def curve_of(run: RunResult) -> Curve:
@@ -278,7 +286,11 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Paragrap
     if not rows:
         return [f"No arm except those of {line}."]
     title = "Efficiency leverage over the number of experts"
-    lines = [SizedLine(name, points) for name, points in drawn.items() if len(points) > 1]
+    lines = [
+        SizedLine(name, points, labels=labels_of(arms))
+        for name, points in drawn.items()
+        if len(points) > 1
+    ]
     picture = image_over(image, "leverage", lines, AXIS_NAMES["expansion"], title, "leverage")
     head = [
         "arm",

@@ -245,10 +245,13 @@ def _head(boards: Sequence[Board]) -> str:
         for values in ([b.model.active_params for b in budgets], [b.tokens for b in budgets])
     )
     return (
-        f"**A sparse block has the lowest loss at {len(sparse)} of {len(boards)} budgets, at {len(claimed)} "
-        f"of them significantly below the best dense block (p < {SIGNIFICANT} over seeds, corrected). In "
-        f"seconds, {sum(ratio > 1 for ratio in timed)} of the {len(timed)} winners that were timed reach "
-        f"that block's loss sooner. All models are small: {active} active parameters, {tokens} tokens.**"
+        f"**A sparse block has the lowest loss at {len(sparse)} of {len(boards)} budgets**, at "
+        f"{len(claimed)} of them significantly below the best dense block (p < {SIGNIFICANT} over seeds, "
+        f"corrected). In seconds, {sum(ratio > 1 for ratio in timed)} of the {len(timed)} winners that were "
+        f"timed reach that block's loss sooner. All models are small: {active} active parameters, {tokens} "
+        "tokens.\n\nEach row names the block that wins a budget. *Minus dense* is in nats per token: "
+        "negative is better than the best dense block. *Speed-up* is how many times fewer FLOPs, or seconds, "
+        "the winner needs for the final loss of that dense block."
     )
 
 

@@ -6,6 +6,7 @@ Numbers, tables and figures are computed from the results of the runs. The file 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,8 +145,8 @@ def study_page(
             blocks += [f"## {title}", *paragraphs] if title else paragraphs
     page.markdown = "\n\n".join(blocks) + "\n"
     answer = study.answer.strip() or _short_verdict(comparison)
-    cells = [f"[{study.name}]({study.name}.md)", study.question, study.published, answer]
-    page.summary = markdown_row(cells)
+    question = f"[{study.question.strip() or study.name}]({study.name}.md)"
+    page.summary = markdown_row([question, re.split(r"(?<=\.)\s", answer)[0]])
     return page
 
 
@@ -356,19 +357,15 @@ def _range(values: Iterable[int]) -> str:
 # -- Markdown
 
 
-HEAD = "| study | question | published | found here |\n|---|---|---|---|\n"
-TITLE = (
-    "# Studies\n\nEach study is a file in `configs/studies/`; its page shows how to run it. The results of "
-    f"each run are a line of `NAME/results.jsonl`. `{command('study_page')} --leaderboard "
-    "docs/leaderboard.md` ranks the arms of all studies on one page.\n\n"
-)
+HEAD = "| question | answer |\n|---|---|\n"
 
 
 def with_row(text: str, row: str) -> str:
-    """Return the table of all studies with this row, which replaces the older row of the study."""
-    name = row.split("|")[1]
-    rows = [line for line in text.splitlines() if line.startswith("| [")]
-    rows = [row if line.split("|")[1] == name else line for line in rows]
-    if row not in rows:
-        rows.append(row)
-    return TITLE + HEAD + "\n".join(rows) + "\n"
+    """Return the page of all studies with this row, which replaces the older row of the study."""
+    introduction, _, table = text.partition(HEAD)
+    rows = {_linked(line): line for line in [*table.splitlines(), row]}
+    return (introduction or "# Studies\n\n") + HEAD + "\n".join(rows.values()) + "\n"
+
+
+def _linked(row: str) -> str:
+    return row.partition(" | ")[0].rpartition("](")[2]
