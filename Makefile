@@ -15,7 +15,7 @@ EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests docs
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup train test test-slow test-gpu test-reliability clients lint lint-docker format docs lock clean readme studies demo-model release
+.PHONY: help setup train test test-slow test-gpu test-reliability clients lint lint-docker format docs lock clean readme pictures studies demo-model release
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -66,6 +66,9 @@ docs: $(DEV)  ## build the documentation: build/docs/index.html
 
 readme: $(DEV)  ## write the numbers of README.md anew, from a run of the default model
 	$(PY) -m tests.test_readme_numbers
+
+pictures: $(DEV)  ## take the pictures of the tutorials anew
+	$(PY) docs/_ext/pictures.py
 
 studies: $(DEV)  ## write the pages of docs/studies anew, from the results beside them
 	$(PY) -m tests.test_study_pages

@@ -28,7 +28,7 @@ PROGRAMS = {
     "audit": "check a mixture of experts for silent defects, also one of transformers or peft",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",
     "diff": "compare two models on a text: weights, predictions, and the experts of each token",
-    "convert": "convert a model to or from a folder of transformers",
+    "convert": "convert a model to transformers or llama.cpp (GGUF), or from transformers",
     "dashboard": "make a wandb workspace for the runs of a project",
 }
 """Program, a module of this package -> its line in the help."""

@@ -41,12 +41,12 @@ def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterato
     is_on = getattr(probe.config, "output_router_logits", None)
     if is_on is None:
         sentence, advice = _without_a_loss(probe)
-        yield BALANCING.requires(not trains, sentence, advice, otherwise="warn")
+        yield BALANCING.finding("warn" if trains else "skip", sentence, advice)
     elif not (is_on and coefficient):
         why = "output_router_logits is false" if coefficient else "the weight of the loss is 0"
         sentence = f"the model's loss has no balancing loss: {why}"
         advice = "set config.output_router_logits to True and config.router_aux_loss_coef above 0"
-        yield BALANCING.requires(not trains, sentence, advice)
+        yield BALANCING.finding("fail" if trains else "skip", sentence, advice)
     elif probe.has_encoder:
         yield BALANCING.skips("the losses of an encoder and a decoder are not compared")
     else:
