@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import build_ffn
-from moe_ffn.files import write_whole
+from moe_ffn.files import write_atomically
 from moe_ffn.interop.block_parts import BlockEntry, resolve
 from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
 from moe_ffn.interop.blocks import config_width, convert_tensors
@@ -337,7 +337,7 @@ def main(argv: Sequence[str]) -> int:
     path = parser.parse_args(argv).file
     blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
     errors = {model: largest_errors(model, entry) for model, entry in blocks.items()}
-    write_whole(path, page(errors))
+    write_atomically(path, page(errors))
     largest = max(max(of_block.values()) for of_block in errors.values())
     print(f"{path}: {len(errors)} blocks, largest error {largest:.1e}")
     return 0

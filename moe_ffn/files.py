@@ -90,7 +90,7 @@ def write_file(folder: Path, name: str, text: str) -> None:
     """Write a file into a folder atomically; `name` may contain subfolders."""
     path = folder / name
     make_folder(path.parent)
-    write_whole(path, text)
+    write_atomically(path, text)
 
 
 def make_folder(path: Path) -> None:
@@ -174,7 +174,7 @@ def split_into_files(sizes: Mapping[str, int], max_bytes: float) -> list[list[st
     return files
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` to `path` as `replacing` does; text as UTF-8."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)

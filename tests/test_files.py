@@ -22,7 +22,7 @@ from moe_ffn.files import (
     remove_unfinished,
     replacing,
     sync_folder,
-    write_whole,
+    write_atomically,
 )
 
 
@@ -32,9 +32,9 @@ def names(folder: Path) -> list[str]:
 
 def test_content_replaces_the_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    write_whole(path, "before")
+    write_atomically(path, "before")
 
-    write_whole(path, "wörter")
+    write_atomically(path, "wörter")
 
     assert path.read_bytes() == "wörter".encode()
     assert names(tmp_path) == ["file"]
@@ -44,7 +44,7 @@ def test_content_replaces_the_file(tmp_path: Path) -> None:
 def test_the_umask_decides_the_permissions(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        write_whole(tmp_path / "file", "content")
+        write_atomically(tmp_path / "file", "content")
     finally:
         os.umask(before)
 
@@ -54,7 +54,7 @@ def test_the_umask_decides_the_permissions(tmp_path: Path, umask: int, mode: int
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=str)
 def test_an_error_while_writing_keeps_the_file(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "file"
-    write_whole(path, "before")
+    write_atomically(path, "before")
 
     def write_half() -> None:
         with replacing(path) as file:
@@ -73,11 +73,11 @@ def test_an_error_at_the_end_keeps_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, call: str
 ) -> None:
     path = tmp_path / "file"
-    write_whole(path, "before")
+    write_atomically(path, "before")
 
     monkeypatch.setattr(owner, call, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):
-        write_whole(path, "after")
+        write_atomically(path, "after")
 
     assert path.read_text() == "before"
     assert names(tmp_path) == ["file"]
@@ -87,7 +87,7 @@ def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
 
     with pytest.raises(OSError, match="not a file, but a folder"):
-        write_whole(tmp_path / "file", "content")
+        write_atomically(tmp_path / "file", "content")
 
     assert names(tmp_path) == ["file"]
 
@@ -121,7 +121,7 @@ def test_pipes_and_sockets_are_neither_opened_nor_replaced(tmp_path: Path, kind:
     path = tmp_path / "file"
     os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "a pipe" else stat.S_IFSOCK))
 
-    for do in (lambda: write_whole(path, "content"), lambda: read_bytes(path)):
+    for do in (lambda: write_atomically(path, "content"), lambda: read_bytes(path)):
         with pytest.raises(OSError, match=f"not a file, but {kind}"):
             do()
 
@@ -137,7 +137,7 @@ def test_a_link_is_read_but_not_written_through_and_may_be_replaced(tmp_path: Pa
     assert read_bytes(path) == b"mine"
     with pytest.raises(OSError, match="symbolic links"):
         open_file(path, "ab")
-    write_whole(path, "content")
+    write_atomically(path, "content")
 
     assert (path.read_text(), kind_of(path)) == ("content", "a file")
     assert (tmp_path / "mine").read_text() == "mine"

@@ -23,7 +23,7 @@ from moe_ffn.cli.parser import Parser, check_output, whole, write_output
 from moe_ffn.cli.results import plain_values
 from moe_ffn.config import trust
 from moe_ffn.config.errors import command
-from moe_ffn.interop.diff import DTYPES, Difference, diff, short
+from moe_ffn.interop.diff import DTYPES, ModelDifference, diff, short
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.inspect.text import read_text
 
@@ -116,7 +116,7 @@ def _parser() -> Parser:
     return parser
 
 
-def print_difference(console: Console, difference: Difference) -> None:
+def print_difference(console: Console, difference: ModelDifference) -> None:
     """Print the verdict, then tables of layers, positions and tensors."""
     console.print(difference.verdict, markup=False)
     for note in difference.notes:
@@ -141,14 +141,14 @@ def print_difference(console: Console, difference: Difference) -> None:
             console.print(f"\nonly in {side}: {shown}", markup=False)
 
 
-def _layers(difference: Difference) -> Table:
+def _layers(difference: ModelDifference) -> Table:
     table = _table("layer", "tokens that change experts")
     for name, share in difference.flips.items():
         table.add_row(short_name(name), f"{share:.2%}")
     return table
 
 
-def _positions(difference: Difference) -> Table:
+def _positions(difference: ModelDifference) -> Table:
     columns = ["position", "tokens", "KL", "KL with A's experts", "largest logit"]
     if difference.recorded:
         columns[3] = "KL with the record"
@@ -162,7 +162,7 @@ def _positions(difference: Difference) -> Table:
     return table
 
 
-def _tensors(difference: Difference) -> Table:
+def _tensors(difference: ModelDifference) -> Table:
     table = _table("tensor", "largest", "relative", "rows")
     table.columns[0].justify, table.columns[0].overflow = "left", "fold"
     for tensor in difference.tensors[:MAX_TENSORS]:

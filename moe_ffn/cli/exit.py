@@ -23,7 +23,7 @@ EXIT_SIGNAL = 128
 """Added to the number of the signal, as in a shell: 130 for Ctrl-C, 143 for SIGTERM."""
 EXIT_INTERRUPTED = EXIT_SIGNAL + 2
 
-EXIT_GRACE_SECONDS = 20.0
+SILENT_RANK_SECONDS = 20.0
 """Seconds a silent rank waits before it exits."""
 
 MAX_LINES = 6
@@ -90,7 +90,7 @@ def _report(error: ConfigError) -> None:
             LOGGER.error("%s", printable(line))
     elif is_under_torchrun():
         # torchrun kills all processes when one exits, perhaps before the first rank has logged the error.
-        time.sleep(EXIT_GRACE_SECONDS)
+        time.sleep(SILENT_RANK_SECONDS)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from moe_ffn.cli.logs import SetLevel
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all
-from moe_ffn.files import reason, write_whole
+from moe_ffn.files import reason, write_atomically
 
 
 def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None:
@@ -173,7 +173,9 @@ def check_output(option: str, path: Path | None, opening: str) -> None:
 def write_output(option: str, path: Path, text: str) -> None:
     """Write a file atomically; raise a ConfigError that names the option if that fails."""
     try:
-        write_whole(path, text.encode(errors="backslashreplace"))  # a file name may not be UTF-8
+        write_atomically(
+            path, text.encode(errors="backslashreplace")
+        )  # a file name may not be UTF-8
     except OSError as error:
         raise _cannot_write(option, path, error) from error
 

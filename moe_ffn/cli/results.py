@@ -20,7 +20,7 @@ from moe_ffn.config.errors import printable
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.files import write_whole
+from moe_ffn.files import write_atomically
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns
@@ -122,12 +122,12 @@ def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallba
         OSError: a file cannot be written.
     """
     if callbacks.samples.last:
-        write_whole(folder / "sample.txt", callbacks.samples.prompt + callbacks.samples.last)
+        write_atomically(folder / "sample.txt", callbacks.samples.prompt + callbacks.samples.last)
     if callbacks.profile.text:
-        write_whole(folder / "profile.txt", callbacks.profile.text)
+        write_atomically(folder / "profile.txt", callbacks.profile.text)
     else:  # of the run before it was resumed
         (folder / "profile.txt").unlink(missing_ok=True)
-    write_whole(folder / SUMMARY_FILE, json.dumps(plain_values(summary), indent=2) + "\n")
+    write_atomically(folder / SUMMARY_FILE, json.dumps(plain_values(summary), indent=2) + "\n")
 
 
 def plain_values(value: Any) -> Any:

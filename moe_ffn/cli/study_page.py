@@ -22,7 +22,7 @@ from pathlib import Path
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, command, printable, show
 from moe_ffn.config.option_tree import flatten
-from moe_ffn.files import write_whole
+from moe_ffn.files import write_atomically
 from moe_ffn.report.studies.leaderboard import leaderboard
 from moe_ffn.report.studies.study_page import study_page
 from moe_ffn.runs.folder import explaining
@@ -92,7 +92,7 @@ def write_leaderboard(studies: Path, page: Path) -> None:
     link = os.path.relpath(studies, page.parent).replace(os.sep, "/")
     text = leaderboard(studies, link)
     with explaining(f"'{page}' cannot be written", "choose another file"):
-        write_whole(page, text)
+        write_atomically(page, text)
     print(f"written: {page}")
 
 

@@ -39,7 +39,7 @@ from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.errors import ConfigError, command, did_you_mean, install, printable, show
 from moe_ffn.config.trust import FLAG, HELP, accepting_code
 from moe_ffn.config.yaml_files import read_yaml, validate
-from moe_ffn.files import write_whole
+from moe_ffn.files import write_atomically
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
@@ -253,7 +253,7 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
     name = next(arm for arm, timing in times.items() if timing is baseline)
     path = runs[0].folder.parent / TIMING_FILE
     with run_folder.explaining(f"'{path}' cannot be written"):
-        write_whole(path, json.dumps(timing_file(times), indent=2) + "\n")
+        write_atomically(path, json.dumps(timing_file(times), indent=2) + "\n")
     legend = f"ms/step: median and quartiles of the rounds; speed: tokens/s relative to '{name}'"
     console.print(Text(f"{legend}; written: {path}"))
     return 0

@@ -23,7 +23,7 @@ from moe_ffn.cli.parser import Parser, whole, write_output
 from moe_ffn.cli.sweep import share_plotly, use_threads_of_a_run
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.yaml_files import read_yaml, to_yaml, validate
-from moe_ffn.files import make_folder, write_whole
+from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.runs.config import folder_name_problem
 from moe_ffn.runs.folder import CONFIG_FILE, explaining
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         question = Question.measured(args.data, args.minutes, args.jobs, say)
         with explaining(f"'{folder}' cannot be written", "choose another --name"):
             make_folder(folder)
-            write_whole(folder / QUESTION_FILE, to_yaml(question))
+            write_atomically(folder / QUESTION_FILE, to_yaml(question))
     num_runs = sum(each.num_runs for each in ROUNDS)
     duration = format_duration(60 * question.minutes)
     say(

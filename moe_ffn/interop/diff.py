@@ -24,7 +24,7 @@ from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.files import kind_of
 from moe_ffn.interop.replaying import (
-    num_experts,
+    count_experts,
     read_experts,
     recorded_layers,
     replay,
@@ -106,7 +106,7 @@ class PositionDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ModelDifference:
     """Difference between two models, A and B, on a text. Divergences are in nats per token."""
 
     a: str
@@ -231,7 +231,7 @@ def diff(
     window: int | None = None,
     device: str | torch.device = "cpu",
     trust_code: bool = False,
-) -> Difference:
+) -> ModelDifference:
     """Compare two models on a text.
 
     Each is a run, a model folder of ours or of transformers, or a folder with an adapter of peft, which is
@@ -269,7 +269,7 @@ def diff(
         side.model.to(device)
     outputs = _compare_outputs(one, two, windows.to(device), record)
     notes = weights.pop("notes") + outputs.pop("notes")
-    return Difference(
+    return ModelDifference(
         a=str(a), b=str(b), num_tokens=windows.numel(), window=windows.shape[1],
         notes=notes, recorded=None if recorded is None else str(recorded), **weights, **outputs,
     )  # fmt: skip
@@ -434,7 +434,7 @@ def _require_same_shape(a: _Side, b: _Side) -> None:
             f"{both} layer {short_name(name)} is sparse in {sparse} and dense in {dense}"
         )
     for name in a.modules:
-        counts = [num_experts(side.model.get_submodule(side.modules[name])) for side in (a, b)]
+        counts = [count_experts(side.model.get_submodule(side.modules[name])) for side in (a, b)]
         if counts[0] != counts[1]:
             raise ConfigError(
                 f"{both} layer {short_name(name)} has {counts[0]} experts in A and {counts[1]} in B"

@@ -202,7 +202,7 @@ def recorded_layers(model: nn.Module, experts: Record) -> dict[str, Tensor]:
             raise ConfigError(
                 f"replay: {name} has {kind}, which cannot replay; leave it out of the record"
             )
-        _check_ids(name, record, num_experts(module))
+        _check_ids(name, record, count_experts(module))
     return records
 
 
@@ -261,7 +261,7 @@ def _ids_of(name: str, value: Any, *, alone: bool) -> Tensor:
     return _check_filled(name, ids)
 
 
-def num_experts(module: Any) -> int:
+def count_experts(module: Any) -> int:
     """Return the number of experts of a module of `routing_modules`."""
     if not isinstance(module, FFNBlock):
         return module.num_experts

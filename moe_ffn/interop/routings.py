@@ -227,7 +227,7 @@ _SET_BY_DECORATOR = "is_concatenated"
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether the class is decorated by transformers' `use_experts_implementation`."""
+    """Return True if the class is decorated by transformers' `use_experts_implementation`."""
     return _SET_BY_DECORATOR in vars(module)
 
 

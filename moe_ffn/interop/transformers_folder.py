@@ -18,7 +18,7 @@ from moe_ffn.interop.routings import routing_modules, watch
 from moe_ffn.interop.transformers import NOT_INSTALLED
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import (
-    CONFIG_FILE,
+    MODEL_CONFIG_FILE,
     TOKENIZER_FILE,
     no_tokenizer,
     weight_files,
@@ -88,8 +88,8 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
 
 
 def is_transformers_folder(folder: Path) -> bool:
-    """Return whether a folder has a config.json that names an architecture."""
-    return "model_type" in (read_object(folder / CONFIG_FILE) or {})
+    """Return True if a folder has a config.json that names an architecture."""
+    return "model_type" in (read_object(folder / MODEL_CONFIG_FILE) or {})
 
 
 def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:
@@ -111,8 +111,8 @@ def load_hf_model(folder: Path, **options: Any) -> Any:
     model, info = load_with_info(folder, **options)
     if missing := sorted(info["missing_keys"]):  # transformers initialises them at random
         raise ConfigError(
-            f"'{folder}' has no weight {show(missing[0])}, which its {CONFIG_FILE} requires; download the "
-            "folder again"
+            f"'{folder}' has no weight {show(missing[0])}, which its {MODEL_CONFIG_FILE} requires; "
+            "download the folder again"
         )
     return model.eval()
 
@@ -138,7 +138,7 @@ def load_with_info(
         ConfigError: see `route_text`; missing weights raise nothing.
     """
     transformers = import_transformers()
-    config = read_object(folder / CONFIG_FILE) or {}
+    config = read_object(folder / MODEL_CONFIG_FILE) or {}
     has_encoder = accepts_encoder and config.get("is_encoder_decoder")
     kind: Any = (
         transformers.AutoModelForSeq2SeqLM if has_encoder else transformers.AutoModelForCausalLM
@@ -199,7 +199,7 @@ class AdaptedModel:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Return whether a folder has an adapter of peft."""
+    """Return True if a folder has an adapter of peft."""
     return kind_of(folder / ADAPTER_CONFIG) is not None
 
 

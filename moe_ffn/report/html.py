@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from moe_ffn.config.errors import printable
-from moe_ffn.files import write_whole
+from moe_ffn.files import write_atomically
 from moe_ffn.model.decoder import short_name
 from moe_ffn.runs.json_files import finite
 
@@ -37,7 +37,7 @@ def render(template: str, **values: Any) -> str:
 
 def write_page(path: Path, html: str) -> None:
     """Write a page atomically; bytes of file names that are not UTF-8 are escaped."""
-    write_whole(path, html.encode(errors="backslashreplace"))
+    write_atomically(path, html.encode(errors="backslashreplace"))
 
 
 # -- names and numbers as text

@@ -10,7 +10,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.files import write_whole
+from moe_ffn.files import write_atomically
 from moe_ffn.metrics.plotting import TITLE_HEIGHT
 from moe_ffn.metrics.table import RUN_METRICS
 from moe_ffn.report import figures, run_summary
@@ -161,7 +161,7 @@ def figures_page(title: str, figures: Sequence[Any], script: str | None = None) 
 
 def share_script(folder: Path) -> None:
     """Write plotly's script for pages in a folder and one level below; raises OSError."""
-    write_whole(folder / SHARED_SCRIPT, get_plotlyjs())
+    write_atomically(folder / SHARED_SCRIPT, get_plotlyjs())
 
 
 def shared_script(page: Path) -> str | None:

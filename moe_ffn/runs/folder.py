@@ -156,7 +156,7 @@ def reading(path: Path) -> AbstractContextManager[None]:
 
 
 def is_run(path: Path) -> bool:
-    """Return true if `path` is the folder of a run; false if it cannot be read."""
+    """Return True if `path` is the folder of a run; false if it cannot be read."""
     with suppress(OSError):
         return kind_of(path) == "a folder" and _is_run(path)
     return False
@@ -241,7 +241,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_training(folder: Path) -> bool | None:
-    """Return true if a process is training this run; None if this machine cannot tell."""
+    """Return True if a process is training this run; None if this machine cannot tell."""
     with suppress(OSError), _opened(folder) as descriptor:
         if _is_held(descriptor):
             return True

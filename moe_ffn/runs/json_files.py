@@ -41,7 +41,7 @@ class JsonFile(BaseModel):
         return bool(self.model_fields_set)
 
     def has(self, key: str) -> bool:
-        """Return true if the file has this key; its value may be null."""
+        """Return True if the file has this key; its value may be null."""
         return key in self.model_fields_set
 
 

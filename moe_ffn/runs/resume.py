@@ -21,8 +21,8 @@ from moe_ffn.files import (
     read_text,
     reason,
     remove_unfinished,
+    write_atomically,
     write_file,
-    write_whole,
 )
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_code import code_files
@@ -252,7 +252,9 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
         _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= start.validated_step)
         _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        write_whole(folder / RESUMES_FILE, f"{_text(folder / RESUMES_FILE)}{json.dumps(line)}\n")
+        write_atomically(
+            folder / RESUMES_FILE, f"{_text(folder / RESUMES_FILE)}{json.dumps(line)}\n"
+        )
         _update_files(resume, files)
     except OSError as error:
         raise ConfigError(

@@ -474,7 +474,7 @@ def first_step_at(result: RunResult, loss: float) -> float | None:
 
 
 def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:
-    """Return whether no arm is better in loss and cost; costs within `MAX_MISMATCH` count as equal."""
+    """Return True if no arm is better in loss and cost; costs within `MAX_MISMATCH` count as equal."""
     cost = COSTS[kind](arm)
     if cost is None:
         return False

@@ -364,7 +364,7 @@ def _with_section(line: str, layers: Mapping[str, Options], arm: str) -> str:
 
 
 def _sets(options: Any, path: Sequence[str]) -> bool:
-    """Return whether `options` sets the option at `path`, or a plain value in place of its section."""
+    """Return True if `options` sets the option at `path`, or a plain value in place of its section."""
     for name in path:
         if not isinstance(options, Mapping):
             return True

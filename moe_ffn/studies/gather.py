@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import to_yaml
-from moe_ffn.files import make_folder, read_bytes, read_object, write_whole
+from moe_ffn.files import make_folder, read_bytes, read_object, write_atomically
 from moe_ffn.runs.folder import (
     FACTS_FILE,
     SUMMARY_FILE,
@@ -102,9 +102,9 @@ class Gathered:
             make_folder(folder)
             add_results(folder, self.results)
             if self.study is not None:
-                write_whole(folder / STUDY_FILE, to_yaml(_without_paths(self.study)))
+                write_atomically(folder / STUDY_FILE, to_yaml(_without_paths(self.study)))
             for path in self.timing_files:
-                write_whole(folder / path.name, read_bytes(path))
+                write_atomically(folder / path.name, read_bytes(path))
 
 
 def _without_paths(study: StudyConfig) -> dict[str, Any]:

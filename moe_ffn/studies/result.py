@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.config.errors import ConfigError, explain
 from moe_ffn.config.option_tree import flatten
-from moe_ffn.files import read_bytes, write_whole
+from moe_ffn.files import read_bytes, write_atomically
 from moe_ffn.model.decoder import is_inner
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, reading
 from moe_ffn.runs.json_files import finite
@@ -229,7 +229,9 @@ def add_results(folder: Path, results: Iterable[RunResult]) -> None:
     older = lines_of(table) if table.exists() else ()
     by_name = {r.name: r for r in (RunResult.of_line(line, place) for place, line in older)}
     by_name |= {result.name: result for result in results}
-    write_whole(table, "".join(by_name[name].to_line() for name in sorted(by_name, key=natural)))
+    write_atomically(
+        table, "".join(by_name[name].to_line() for name in sorted(by_name, key=natural))
+    )
 
 
 def natural(name: str) -> list[tuple[int, str]]:

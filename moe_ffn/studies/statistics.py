@@ -94,7 +94,7 @@ class PairedDifference:
 
     @property
     def is_equal(self) -> bool:
-        """Return true if the difference is shown to be smaller than the margin, in either direction."""
+        """Return True if the difference is shown to be smaller than the margin, in either direction."""
         return self.p_equal is not None and self.p_equal < SIGNIFICANT
 
 

@@ -23,7 +23,7 @@ from moe_ffn.config.errors import ConfigError, first_line, printable, show
 from moe_ffn.config.option_tree import differences
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
-from moe_ffn.files import make_folder, open_file, write_whole
+from moe_ffn.files import make_folder, open_file, write_atomically
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig, saved_config
 from moe_ffn.runs.custom_code import comparable_options
@@ -62,7 +62,7 @@ class UnreadableRunError(ConfigError):
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Return whether the run with these options is finished.
+    """Return True if the run with these options is finished.
 
     Raises:
         UnreadableRunError: the options of the finished run cannot be read.
@@ -80,7 +80,7 @@ def is_finished(config: TrainConfig) -> bool:
 
 
 def has_begun(config: TrainConfig) -> bool:
-    """Return whether the run with these options was started and can be resumed.
+    """Return True if the run with these options was started and can be resumed.
 
     An unfinished run with other options is moved to `UNFINISHED_FOLDER`.
 
@@ -202,7 +202,7 @@ class Job:
         return "resuming" if is_begun else "training"
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended; set `state` if it has."""
+        """Return True if the process has ended; set `state` if it has."""
         assert self.process is not None
         code = self.process.poll()
         if code is None:
@@ -437,4 +437,4 @@ def write_study(study: StudyConfig, folder: Path) -> None:
     """
     with run_folder.explaining(f"'{folder / STUDY_FILE}' cannot be written"):
         make_folder(folder)
-        write_whole(folder / STUDY_FILE, to_yaml(study))
+        write_atomically(folder / STUDY_FILE, to_yaml(study))

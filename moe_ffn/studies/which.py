@@ -24,7 +24,7 @@ from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import to_yaml, validate
 from moe_ffn.data.prepare import prepare
-from moe_ffn.files import write_whole
+from moe_ffn.files import write_atomically
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CONFIG_FILE, explaining
 from moe_ffn.studies.comparison import Arm, Comparison, p_text
@@ -415,7 +415,7 @@ def answer(
     sentences = [verdict, _cost(dense, sparse), _evidence(dense, sparse)]
     options = {k: v for k, v in chosen.results[0].config.items() if k not in ("seed", "run")}
     with explaining(f"'{folder / CONFIG_FILE}' cannot be written"):
-        write_whole(folder / CONFIG_FILE, to_yaml(validate(TrainConfig, options)))
+        write_atomically(folder / CONFIG_FILE, to_yaml(validate(TrainConfig, options)))
     comparison = replace(compared, answer=sentences, notes=[*compared.notes, *notes])
     return Answer(folder, gathered, comparison, chosen)
 

@@ -313,7 +313,7 @@ class LanguageModel(LightningModule):
             clip_by_norm_(self.parameters(), gradient_clip_val, self.gradient_norm)
 
     def _check_step(self) -> bool:
-        """Return true if the guard accepts the loss (mean over batches and ranks) and the gradient norm."""
+        """Return True if the guard accepts the loss (mean over batches and ranks) and the gradient norm."""
         loss = torch.stack(self._step_losses).mean().float()
         loss_and_norm = torch.stack([loss, self.gradient_norm.to(loss)])
         # Averaged over ranks, so that all ranks decide alike. The step waits for the device here.

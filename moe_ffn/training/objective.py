@@ -117,7 +117,7 @@ def objective(
 
 
 def needs_step_totals(weights: ObjectiveConfig) -> bool:
-    """Return true if a balancing loss counts all batches and ranks of an optimizer step."""
+    """Return True if a balancing loss counts all batches and ranks of an optimizer step."""
     return any(
         loss.scope == "step" and getattr(weights, name) for name, loss in BALANCING_LOSSES.items()
     )

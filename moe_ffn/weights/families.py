@@ -6,14 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ffn.weights.layouts import Layout, interleaved, linear, named, rotary, stacked, transposed
+from moe_ffn.weights.layouts import (
+    TensorLayout,
+    interleaved,
+    linear,
+    named,
+    rotary,
+    stacked,
+    transposed,
+)
 from moe_ffn.weights.options import (
     LlamaCpp,
-    Part,
-    always,
+    OptionMapping,
+    accept_only,
+    constant,
     gated,
     layer_windows,
-    only,
     read_all,
     read_equal_heads,
     read_first_dense,
@@ -22,9 +30,9 @@ from moe_ffn.weights.options import (
     read_shared_experts,
     read_whole_heads,
     read_window,
+    renamed,
     require_kv_heads,
     rope,
-    same,
     write_dense_width,
     write_first_dense,
     write_groups,
@@ -41,50 +49,50 @@ from moe_ffn.weights.rewrites import (
 )
 
 UNTIED = (
-    same("hidden_size", "d_model"),
-    same("num_hidden_layers", "num_layers"),
-    same("num_attention_heads", "attention.num_heads"),
-    same("attention_dropout", "attention.dropout"),
-    same("rms_norm_eps", "norm.eps", 1e-6),
-    always({"norm.type": "rms_norm"}),
+    renamed("hidden_size", "d_model"),
+    renamed("num_hidden_layers", "num_layers"),
+    renamed("num_attention_heads", "attention.num_heads"),
+    renamed("attention_dropout", "attention.dropout"),
+    renamed("rms_norm_eps", "norm.eps", 1e-6),
+    constant({"norm.type": "rms_norm"}),
 )
-TIE = same("tie_word_embeddings", "tie_embeddings")
-NEVER_TIED = Part(TIE.read, lambda options: {"tie_word_embeddings": False})
+TIE = renamed("tie_word_embeddings", "tie_embeddings")
+NEVER_TIED = OptionMapping(TIE.read, lambda options: {"tie_word_embeddings": False})
 """Reads tied embeddings too; other libraries than transformers need a separate output matrix."""
 ROPE = rope()
 DECODER = (*UNTIED, ROPE, TIE)
-KV_HEADS = same("num_key_value_heads", "attention.num_kv_heads")
-HEADS = (KV_HEADS, same("head_dim", "attention.head_dim"))
-WINDOW = Part(read_window, write_window)
+KV_HEADS = renamed("num_key_value_heads", "attention.num_kv_heads")
+HEADS = (KV_HEADS, renamed("head_dim", "attention.head_dim"))
+WINDOW = OptionMapping(read_window, write_window)
 LATER_WINDOWS = layer_windows(lambda layer, max_layers: layer >= max_layers)
 DENSE = (
-    always({"sparse_layers": []}),
-    same("intermediate_size", "dense.d_ff", 1),
+    constant({"sparse_layers": []}),
+    renamed("intermediate_size", "dense.d_ff", 1),
     gated("dense.type"),
 )
-SOFTMAX_TOP_K = always({"sparse.type": "moe", "sparse.router.type": "top_k"})
-RENORMALIZE = same("norm_topk_prob", "sparse.router.renormalize", False)
-K = same("num_experts_per_tok", "sparse.router.k", 1)
-DENSE_WIDTH = Part(lambda hf: {"dense.d_ff": hf["intermediate_size"]}, write_dense_width)
+SOFTMAX_TOP_K = constant({"sparse.type": "moe", "sparse.router.type": "top_k"})
+RENORMALIZE = renamed("norm_topk_prob", "sparse.router.renormalize", False)
+K = renamed("num_experts_per_tok", "sparse.router.k", 1)
+DENSE_WIDTH = OptionMapping(lambda hf: {"dense.d_ff": hf["intermediate_size"]}, write_dense_width)
 ALL_SPARSE = (
-    Part(read_all),
-    same("intermediate_size", "sparse.experts.d_ff", 1),
+    OptionMapping(read_all),
+    renamed("intermediate_size", "sparse.experts.d_ff", 1),
     gated("sparse.experts.type"),
     K,
     SOFTMAX_TOP_K,
 )
 SIGMOID_TOP_K = (
-    Part(read_first_dense, write_first_dense),
+    OptionMapping(read_first_dense, write_first_dense),
     DENSE_WIDTH,
-    same("n_routed_experts", "sparse.num_experts", 1),
-    same("moe_intermediate_size", "sparse.experts.d_ff", 1),
-    Part(read_shared_experts, write_shared_experts),
+    renamed("n_routed_experts", "sparse.num_experts", 1),
+    renamed("moe_intermediate_size", "sparse.experts.d_ff", 1),
+    OptionMapping(read_shared_experts, write_shared_experts),
     gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
-    Part(read_groups, write_groups),
-    same("routed_scaling_factor", "sparse.router.scale", 1.0),
+    OptionMapping(read_groups, write_groups),
+    renamed("routed_scaling_factor", "sparse.router.scale", 1.0),
     K,
     RENORMALIZE,
-    always(
+    constant(
         {
             "sparse.type": "moe",
             "sparse.router.type": "sigmoid_top_k",
@@ -93,10 +101,10 @@ SIGMOID_TOP_K = (
     ),
 )
 QWEN_LAYERS = (
-    Part(read_qwen_layers, write_qwen_layers),
+    OptionMapping(read_qwen_layers, write_qwen_layers),
     DENSE_WIDTH,
-    same("num_experts", "sparse.num_experts", 1),
-    same("moe_intermediate_size", "sparse.experts.d_ff", 1),
+    renamed("num_experts", "sparse.num_experts", 1),
+    renamed("moe_intermediate_size", "sparse.experts.d_ff", 1),
     K,
     RENORMALIZE,
     SOFTMAX_TOP_K,
@@ -148,12 +156,12 @@ class Family:
     """An architecture of transformers."""
 
     model_type: str
-    decoder: tuple[Part, ...]
+    decoder: tuple[OptionMapping, ...]
     """Options of everything but the feed-forward blocks."""
-    ffn: tuple[Part, ...]
+    ffn: tuple[OptionMapping, ...]
     defaults: Mapping[str, Any]
     """Defaults of transformers for options that a config leaves out."""
-    names: Mapping[str, Layout] = field(default_factory=lambda: SPARSE_LAYER)
+    names: Mapping[str, TensorLayout] = field(default_factory=lambda: SPARSE_LAYER)
     """Our name of a weight in a layer -> its layout in transformers."""
     missing_features: str = ""
     """Features that our decoder lacks, so that we read only single blocks; empty if there are none."""
@@ -201,13 +209,13 @@ SIGMOID = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 1,
 }
-BIAS = same("attention_bias", "attention.bias", False)
+BIAS = renamed("attention_bias", "attention.bias", False)
 
 FAMILIES = (
     Family(
         "llama",
-        (*DECODER, *HEADS, BIAS, Part(read_whole_heads)),
-        (*DENSE, same("mlp_bias", "dense.bias", False)),
+        (*DECODER, *HEADS, BIAS, OptionMapping(read_whole_heads)),
+        (*DENSE, renamed("mlp_bias", "dense.bias", False)),
         LLAMA,
         DENSE_LAYER,
         rewrites=OUTPUT_BIAS,
@@ -228,7 +236,7 @@ FAMILIES = (
     ),
     Family(
         "qwen2",
-        (*DECODER, *HEADS, LATER_WINDOWS, always({"attention.bias": "qkv"})),
+        (*DECODER, *HEADS, LATER_WINDOWS, constant({"attention.bias": "qkv"})),
         DENSE,
         QWEN,
         DENSE_LAYER,
@@ -236,7 +244,7 @@ FAMILIES = (
     ),
     Family(
         "qwen3",
-        (*DECODER, *HEADS, LATER_WINDOWS, BIAS, always({"attention.norm_qk": "head"})),
+        (*DECODER, *HEADS, LATER_WINDOWS, BIAS, constant({"attention.norm_qk": "head"})),
         DENSE,
         {**QWEN, "head_dim": 128},
         DENSE_LAYER,
@@ -248,9 +256,9 @@ FAMILIES = (
         (*DECODER, *HEADS, WINDOW),
         (
             *ALL_SPARSE,
-            same("num_local_experts", "sparse.num_experts", 1),
-            same("router_jitter_noise", "sparse.jitter", 0.0),
-            always({"sparse.router.renormalize": True}),
+            renamed("num_local_experts", "sparse.num_experts", 1),
+            renamed("router_jitter_noise", "sparse.jitter", 0.0),
+            constant({"sparse.router.renormalize": True}),
         ),
         {
             **QWEN,
@@ -283,7 +291,7 @@ FAMILIES = (
     ),
     Family(
         "qwen3_moe",
-        (*DECODER, *HEADS, WINDOW, BIAS, always({"attention.norm_qk": "head"})),
+        (*DECODER, *HEADS, WINDOW, BIAS, constant({"attention.norm_qk": "head"})),
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
         aliases={"num_local_experts": "num_experts"},
@@ -298,14 +306,14 @@ FAMILIES = (
             ROPE,
             NEVER_TIED,
             KV_HEADS,
-            Part(read_equal_heads),
+            OptionMapping(read_equal_heads),
             BIAS,
-            only("clip_qkv", None),
-            always({"attention.norm_qk": "all"}),
+            accept_only("clip_qkv", None),
+            constant({"attention.norm_qk": "all"}),
         ),
         (
             *ALL_SPARSE,
-            same("num_experts", "sparse.num_experts", 1),
+            renamed("num_experts", "sparse.num_experts", 1),
             RENORMALIZE,
         ),
         {
@@ -325,24 +333,24 @@ FAMILIES = (
             *UNTIED,
             rope(has_score_factor=True),
             NEVER_TIED,
-            only("attention_bias", False),
-            only("rms_norm_eps", 1e-6),  # the norms in its attention always use it
-            same("kv_lora_rank", "attention.latent.kv_rank", 1),
-            same("q_lora_rank", "attention.latent.query_rank"),
-            same("qk_nope_head_dim", "attention.head_dim"),
-            same("qk_rope_head_dim", "attention.latent.rotated_dim", 1),
-            same("v_head_dim", "attention.latent.value_dim"),
-            Part(
+            accept_only("attention_bias", False),
+            accept_only("rms_norm_eps", 1e-6),  # the norms in its attention always use it
+            renamed("kv_lora_rank", "attention.latent.kv_rank", 1),
+            renamed("q_lora_rank", "attention.latent.query_rank"),
+            renamed("qk_nope_head_dim", "attention.head_dim"),
+            renamed("qk_rope_head_dim", "attention.latent.rotated_dim", 1),
+            renamed("v_head_dim", "attention.latent.value_dim"),
+            OptionMapping(
                 require_kv_heads,
                 lambda options: {"num_key_value_heads": options["attention.num_heads"]},
             ),
-            Part(lambda hf: {}, lambda options: {"rope_interleave": True}),
+            OptionMapping(lambda hf: {}, lambda options: {"rope_interleave": True}),
         ),
         (
             *SIGMOID_TOP_K,
             # Transformers has no other; llama.cpp and mlx-lm have.
-            only("scoring_func", "sigmoid"),
-            only("topk_method", "noaux_tc"),
+            accept_only("scoring_func", "sigmoid"),
+            accept_only("topk_method", "noaux_tc"),
         ),
         {
             **LLAMA,
@@ -386,16 +394,16 @@ FAMILIES = (
             NEVER_TIED,
             *HEADS,
             layer_windows(lambda layer, max_layers: layer % 2 == 0 and layer < max_layers),
-            Part(
+            OptionMapping(
                 lambda hf: {"attention.bias": "qkv" if hf["qkv_bias"] else False},
                 lambda options: {"qkv_bias": True},
             ),
         ),
         (
             *QWEN_LAYERS,
-            same("shared_expert_intermediate_size", "sparse.shared_expert.d_ff", 1),
+            renamed("shared_expert_intermediate_size", "sparse.shared_expert.d_ff", 1),
             gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
-            always({"sparse.combine.type": "sigmoid_gate"}),
+            constant({"sparse.combine.type": "sigmoid_gate"}),
         ),
         {**QWEN, **QWEN_MOE, "num_key_value_heads": 16, "qkv_bias": True},
         {
@@ -426,7 +434,7 @@ FAMILIES = (
             *HEADS,
             LATER_WINDOWS,
             BIAS,
-            always({"attention.norm_qk": "head"}),
+            constant({"attention.norm_qk": "head"}),
         ),
         SIGMOID_TOP_K,
         {
@@ -450,11 +458,11 @@ FAMILIES = (
             rope(has_fraction=True),
             NEVER_TIED,
             *HEADS,
-            Part(
+            OptionMapping(
                 lambda hf: {"attention.bias": "qkv" if hf["attention_bias"] else False},
                 lambda options: {"attention_bias": bool(options["attention.bias"])},
             ),
-            Part(
+            OptionMapping(
                 lambda hf: {"attention.norm_qk": "head" if hf["use_qk_norm"] else None},
                 lambda options: {"use_qk_norm": "attention.norm_qk" in options},
             ),
@@ -484,13 +492,13 @@ FAMILIES = (
         "gpt_oss",
         (),
         (
-            Part(read_all),
-            same("num_local_experts", "sparse.num_experts"),
-            same("intermediate_size", "sparse.experts.d_ff"),
-            same("swiglu_alpha", "sparse.experts.alpha"),
-            same("swiglu_limit", "sparse.experts.limit"),
+            OptionMapping(read_all),
+            renamed("num_local_experts", "sparse.num_experts"),
+            renamed("intermediate_size", "sparse.experts.d_ff"),
+            renamed("swiglu_alpha", "sparse.experts.alpha"),
+            renamed("swiglu_limit", "sparse.experts.limit"),
             K,
-            always(
+            constant(
                 {
                     "sparse.type": "moe",
                     "sparse.router.type": "top_k",

@@ -23,9 +23,9 @@ from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.families import FAMILIES, OUTSIDE_LAYERS, Family
 from moe_ffn.weights.layouts import WeightSlice
-from moe_ffn.weights.options import HFConfig, Options, Part
+from moe_ffn.weights.options import HFConfig, OptionMapping, Options
 from moe_ffn.weights.pretrained import (
-    CONFIG_FILE,
+    MODEL_CONFIG_FILE,
     MODEL_TYPE,
     PretrainedConfig,
     assign_weights,
@@ -80,7 +80,7 @@ def sparse_options(family: Family, hf: HFConfig) -> dict[str, Any]:
     return blocks["sparse"]
 
 
-def _read_options(parts: Iterable[Part], hf: HFConfig) -> dict[str, Any]:
+def _read_options(parts: Iterable[OptionMapping], hf: HFConfig) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for part in parts:
         options |= part.read(hf)
@@ -118,7 +118,7 @@ def architecture_of(folder: Path) -> str:
 
 
 def _read_hf_config(folder: Path) -> tuple[Family, HFConfig]:
-    path, values = folder / CONFIG_FILE, read_config_json(folder)
+    path, values = folder / MODEL_CONFIG_FILE, read_config_json(folder)
     model_type = values.get("model_type")
     if model_type == MODEL_TYPE:
         raise ConfigError(f"'{folder}' is a model folder of moe_ffn; use moe_ffn.load_pretrained")
@@ -240,7 +240,7 @@ def _stored_form(forms: list[list[WeightSlice]], slices: Mapping[str, Any]) -> l
 
 
 def _is_ignored(name: str, hf: HFConfig, slices: Mapping[str, Any]) -> bool:
-    """Return whether transformers, too, ignores a tensor."""
+    """Return True if transformers, too, ignores a tensor."""
     if name == "lm_head.weight" and hf.get("tie_word_embeddings"):
         embedding = slices.get("model.embed_tokens.weight")
         return embedding is not None and torch.equal(embedding[:], slices[name][:])

@@ -39,22 +39,22 @@ class WeightSlice:
         return ours.index_select(dimension, indices.argsort().to(ours.device))
 
 
-Layout = Callable[[str, torch.Size, HFConfig], list[list[WeightSlice]]]
+TensorLayout = Callable[[str, torch.Size, HFConfig], list[list[WeightSlice]]]
 """(prefix of their names, shape of ours, their options) -> the forms in which files may store our tensor,
 each a list of slices. An export writes the first form."""
 
 
-def named(*names: str) -> Layout:
+def named(*names: str) -> TensorLayout:
     """Return the layout of a tensor that is stored unchanged under one of these names."""
     return lambda prefix, shape, their: [[WeightSlice(prefix + name)] for name in names]
 
 
-def zero_centered(name: str) -> Layout:
+def zero_centered(name: str) -> TensorLayout:
     """Return the layout of a norm's scale that is stored as its difference from 1."""
     return lambda prefix, shape, their: [[WeightSlice(prefix + name, added=1.0)]]
 
 
-def stacked(fused: str, *per_expert: str) -> Layout:
+def stacked(fused: str, *per_expert: str) -> TensorLayout:
     """Return the layout of stacked experts, which files store as tensors per expert or as a single tensor.
 
     Args:
@@ -76,7 +76,7 @@ def stacked(fused: str, *per_expert: str) -> Layout:
     return layout
 
 
-def halves(first: str, second: str) -> Layout:
+def halves(first: str, second: str) -> TensorLayout:
     """Return the layout of stacked experts whose gates and ups are two tensors."""
     return lambda prefix, shape, their: [
         [
@@ -86,14 +86,14 @@ def halves(first: str, second: str) -> Layout:
     ]
 
 
-def rows_of(name: str, index: int = 0) -> Layout:
+def rows_of(name: str, index: int = 0) -> TensorLayout:
     """Return the layout, for reading only, of block `index` of equally many rows of a larger tensor."""
     return lambda prefix, shape, their: [
         [WeightSlice(prefix + name, rows=slice(index * shape[0], (index + 1) * shape[0]))]
     ]
 
 
-def interleaved(name: str, is_transposed: bool) -> Layout:
+def interleaved(name: str, is_transposed: bool) -> TensorLayout:
     """Return the layout of gate and up with alternating columns, as in GPT-OSS.
 
     Args:
@@ -108,7 +108,7 @@ def interleaved(name: str, is_transposed: bool) -> Layout:
     return layout
 
 
-def transposed(name: str) -> Layout:
+def transposed(name: str) -> TensorLayout:
     """Return the layout of (in, out) matrices; ours are (out, in)."""
     return lambda prefix, shape, their: [[WeightSlice(prefix + name, _transpose)]]
 
@@ -117,7 +117,7 @@ def _transpose(ours: Tensor) -> Tensor:
     return ours.mT
 
 
-def rotary(stem: str, heads_option: str | None, plain_option: str) -> Layout:
+def rotary(stem: str, heads_option: str | None, plain_option: str) -> TensorLayout:
     """Return the layout of a projection whose last rows, per head or in total, are rotated by RoPE.
 
     DeepSeek-V3 rotates neighbouring units (0, 1), (2, 3), ...; our decoder, and theirs without
@@ -141,7 +141,7 @@ def rotary(stem: str, heads_option: str | None, plain_option: str) -> Layout:
     return layout
 
 
-def linear(**stems: str) -> dict[str, Layout]:
+def linear(**stems: str) -> dict[str, TensorLayout]:
     """Return the layouts of weights and biases of linear modules; `__` in our names means a dot."""
     return {
         f"{ours.replace('__', '.')}.{kind}": named(f"{theirs}.{kind}")

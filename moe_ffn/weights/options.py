@@ -60,7 +60,7 @@ class HFConfig:
 
 
 @dataclass(frozen=True)
-class Part:
+class OptionMapping:
     """A group of options that can be read and written."""
 
     read: Callable[[HFConfig], Options]
@@ -126,7 +126,7 @@ class LlamaCpp:
         return next((problem for problem, applies in problems.items() if applies), "")
 
 
-def same(hf_key: str, key: str, fallback: Any = None) -> Part:
+def renamed(hf_key: str, key: str, fallback: Any = None) -> OptionMapping:
     """Map an option that only has different names.
 
     Args:
@@ -138,22 +138,22 @@ def same(hf_key: str, key: str, fallback: Any = None) -> Part:
         fits = fallback is None or isinstance(value, type(fallback))
         return {hf_key: value if fits else fallback}
 
-    return Part(lambda hf: {key: hf[hf_key]}, write)
+    return OptionMapping(lambda hf: {key: hf[hf_key]}, write)
 
 
-def always(options: Options) -> Part:
+def constant(options: Options) -> OptionMapping:
     """Set options that every model of this architecture has, but its `config.json` does not name."""
-    return Part(lambda hf: options)
+    return OptionMapping(lambda hf: options)
 
 
-def only(hf_key: str, *supported: Any) -> Part:
+def accept_only(hf_key: str, *supported: Any) -> OptionMapping:
     """Accept only these values of their option; write the first one."""
 
     def read(hf: HFConfig) -> Options:
         hf.require(hf_key, *supported)
         return {}
 
-    return Part(read, lambda options: {hf_key: supported[0]})
+    return OptionMapping(read, lambda options: {hf_key: supported[0]})
 
 
 ACTIVATIONS = {
@@ -168,7 +168,7 @@ ACTIVATIONS = {
 """Their activation of a gate -> the type of our gated block."""
 
 
-def gated(*keys: str) -> Part:
+def gated(*keys: str) -> OptionMapping:
     """Map `hidden_act`, which all blocks of a model share, to types of gated blocks."""
 
     def read(hf: HFConfig) -> Options:
@@ -180,7 +180,7 @@ def gated(*keys: str) -> Part:
         names = (name for name, block_type in ACTIVATIONS.items() if block_type == ours)
         return {"hidden_act": next(names, "silu")}
 
-    return Part(read, write)
+    return OptionMapping(read, write)
 
 
 SCALING_NAMES = {
@@ -196,7 +196,7 @@ SCALING_NAMES = {
 """Their option of scaled rotary positions -> ours, under `positions.scaling.`."""
 
 
-def rope(*, has_fraction: bool = False, has_score_factor: bool = False) -> Part:
+def rope(*, has_fraction: bool = False, has_score_factor: bool = False) -> OptionMapping:
     """Map rotary positions.
 
     Args:
@@ -229,7 +229,7 @@ def rope(*, has_fraction: bool = False, has_score_factor: bool = False) -> Part:
         outside = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         return {"rope_parameters": rope, **outside, "rope_scaling": rope if scaling else None}
 
-    return Part(read, write)
+    return OptionMapping(read, write)
 
 
 def _read_scaling(
@@ -286,7 +286,7 @@ def write_window(options: Options) -> dict[str, Any]:
     return {"sliding_window": window, "use_sliding_window": window is not None}
 
 
-def layer_windows(is_windowed: Callable[[int, int], bool]) -> Part:
+def layer_windows(is_windowed: Callable[[int, int], bool]) -> OptionMapping:
     """Map the attention window of some layers.
 
     Args:
@@ -319,7 +319,7 @@ def layer_windows(is_windowed: Callable[[int, int], bool]) -> Part:
         kinds = ["sliding_attention" if n in windowed else "full_attention" for n in layers]
         return {**write_window(options), "layer_types": kinds}
 
-    return Part(read, write)
+    return OptionMapping(read, write)
 
 
 def read_whole_heads(hf: HFConfig) -> Options:

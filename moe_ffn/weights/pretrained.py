@@ -39,7 +39,7 @@ from moe_ffn.runs.custom_code import code_files, portable_options
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
 
 MODEL_TYPE = "moe_ffn"
-CONFIG_FILE = "config.json"
+MODEL_CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -106,7 +106,7 @@ def write_model_folder(
         max_seq_len=decoder.max_seq_len,
         model=decoder.config,
     )
-    texts = {CONFIG_FILE: json.dumps(portable_options(config), indent=2) + "\n"}
+    texts = {MODEL_CONFIG_FILE: json.dumps(portable_options(config), indent=2) + "\n"}
     if tokenizer is not None and (definition := tokenizer.to_hugging_face()) is not None:
         texts[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False) + "\n"
     with naming_failures(folder, "written", "make room, or fix its permissions"):
@@ -135,14 +135,14 @@ def naming_failures(path: Path, action: str, advice: str) -> Iterator[None]:
 
 
 def require_replaceable(folder: Path) -> bool:
-    """Return whether writing replaces a model folder; raise ConfigError if it would delete other files."""
+    """Return True if writing replaces a model folder; raise ConfigError if it would delete other files."""
     if (kind := kind_of(folder)) is None:
         return False
     others = [folder.name]
     if kind == "a folder":
         ours = {TOKENIZER_FILE, INDEX_FILE, CODE_FILE, CODE_FOLDER}
         if is_model_folder(folder):
-            ours.add(CONFIG_FILE)
+            ours.add(MODEL_CONFIG_FILE)
         names = {path.name for path in entries_of(folder) if path.suffix != ".safetensors"}
         others = sorted(names - ours)
     if others:
@@ -183,7 +183,7 @@ def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str],
         }
         save_file(copies, folder / file, metadata={"format": "pt"})
         # Safetensors makes the file readable only by its owner.
-        shutil.copymode(folder / CONFIG_FILE, folder / file)
+        shutil.copymode(folder / MODEL_CONFIG_FILE, folder / file)
     if places:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         write_file(folder, INDEX_FILE, json.dumps(index, indent=2) + "\n")
@@ -193,8 +193,8 @@ def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str],
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Return whether a folder is a model folder of this library."""
-    return (read_object(folder / CONFIG_FILE) or {}).get("model_type") == MODEL_TYPE
+    """Return True if a folder is a model folder of this library."""
+    return (read_object(folder / MODEL_CONFIG_FILE) or {}).get("model_type") == MODEL_TYPE
 
 
 def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
@@ -214,7 +214,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     for path in weight_files(folder):
         with naming_failures(path, "read", "copy it again"):
             weights |= load_file(path)
-    with _no_init_weights(), memory_errors_as_config_errors(f"'{folder / CONFIG_FILE}'"):
+    with _no_init_weights(), memory_errors_as_config_errors(f"'{folder / MODEL_CONFIG_FILE}'"):
         decoder = config.build()
     expected, found = (
         {name: value.shape for name, value in tensors.items()}
@@ -270,18 +270,18 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
         )
-    values = read_object(folder / CONFIG_FILE)
+    values = read_object(folder / MODEL_CONFIG_FILE)
     if values is None:
         in_run = folder / MODEL_FOLDER
         hint = f"; the model of this run is in '{in_run}'" if kind_of(in_run) == "a folder" else ""
         raise ConfigError(
-            f"'{folder}' is not a model folder: its {CONFIG_FILE} is missing or damaged{hint}"
+            f"'{folder}' is not a model folder: its {MODEL_CONFIG_FILE} is missing or damaged{hint}"
         )
     return values
 
 
 def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
-    path = folder / CONFIG_FILE
+    path = folder / MODEL_CONFIG_FILE
     if (kind := read_config_json(folder).get("model_type")) != MODEL_TYPE:
         raise ConfigError(
             f"'{path}': model_type is {show(kind)}, not '{MODEL_TYPE}'; "
@@ -338,13 +338,13 @@ def require_fitting(
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ConfigError(
-                f"'{folder}' {verb} {show(names[0])}{more}{where}: its {CONFIG_FILE} belongs to another "
-                "model; copy the config and the weights of one model"
+                f"'{folder}' {verb} {show(names[0])}{more}{where}: its {MODEL_CONFIG_FILE} belongs to "
+                "another model; copy the config and the weights of one model"
             )
     for name, shape in expected.items():
         if tuple(found[name]) != tuple(shape):
             raise ConfigError(
-                f"'{folder}' has {show(name)} as {tuple(found[name])}, but its {CONFIG_FILE} requires "
+                f"'{folder}' has {show(name)} as {tuple(found[name])}, but its {MODEL_CONFIG_FILE} requires "
                 f"{tuple(shape)}; copy the config and the weights of one model"
             )
 

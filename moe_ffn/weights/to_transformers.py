@@ -34,7 +34,7 @@ from moe_ffn.weights.from_transformers import config_of, layout_of
 from moe_ffn.weights.layouts import WeightSlice
 from moe_ffn.weights.options import HFConfig, Options
 from moe_ffn.weights.pretrained import (
-    CONFIG_FILE,
+    MODEL_CONFIG_FILE,
     TOKENIZER_FILE,
     PretrainedConfig,
     distinct_tensors,
@@ -89,7 +89,7 @@ def export_transformers(
         "eos_token_id": None if tokenizer is None else tokenizer.end_of_document,
         "pad_token_id": None,
     }
-    texts = {CONFIG_FILE: config, **_their_tokenizer(tokenizer, decoder.max_seq_len)}
+    texts = {MODEL_CONFIG_FILE: config, **_their_tokenizer(tokenizer, decoder.max_seq_len)}
     with naming_failures(folder, "written", "make room, or fix its permissions"):
         require_absent(folder)
         with replacing_folder(folder) as unfinished:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from moe_ffn.files import write_whole
+from moe_ffn.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def _build(command: list[str], library: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
             compiled = Path(folder) / library.name
             _run([*command, str(HERE / SOURCES[0]), "-o", str(compiled), "-ltorch_cpu", "-lc10"])
-            write_whole(library, compiled.read_bytes())
+            write_atomically(library, compiled.read_bytes())
 
 
 def _run(command: list[str]) -> str:

@@ -14,7 +14,7 @@ from statistics import stdev
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.files import read_text, write_whole
+from moe_ffn.files import read_text, write_atomically
 from moe_ffn.report.html import NONE, compact, write_page
 from moe_ffn.report.plots import figures_page, shared_script
 from moe_ffn.report.studies.arm_figures import axes_of, differences, frontier, losses, tuning
@@ -79,9 +79,9 @@ class StudyPage:
             figures.parent.mkdir(parents=True, exist_ok=True)
             drawn, script = [*self.figures.values()], shared_script(figures)
             write_page(figures, figures_page(f"Figures of {self.name}", drawn, script))
-            write_whole(page, self.markdown)
+            write_atomically(page, self.markdown)
             old_table = read_text(table) if table.is_file() else ""
-            write_whole(table, with_row(old_table, self.summary))
+            write_atomically(table, with_row(old_table, self.summary))
         return [page, figures, table]
 
 

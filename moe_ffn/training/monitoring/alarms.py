@@ -203,7 +203,7 @@ class AlarmRules(Checkpointed):
         self._last_seen = {(kind, layer): step for kind, layer, step in state_dict["last_seen"]}
 
     def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
-        """Return true unless this problem occurred shortly before; if it comes and goes, it is one alarm."""
+        """Return True unless this problem occurred shortly before; if it comes and goes, it is one alarm."""
         before = self._last_seen.get((kind, layer))
         self._last_seen[kind, layer] = step
         return before is None or step - before > max(self.config.after_steps, num_steps)

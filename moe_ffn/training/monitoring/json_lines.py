@@ -16,7 +16,7 @@ from moe_ffn.files import (
     parse_object,
     read_bytes,
     sync_folder,
-    write_whole,
+    write_atomically,
 )
 
 STEP_KEY = "step"
@@ -104,7 +104,7 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_symlink() and self.path.exists():
             # Replace the link with a copy, since its target must not change.
-            write_whole(self.path, read_bytes(self.path))
+            write_atomically(self.path, read_bytes(self.path))
         with open_file(self.path, "ab") as file:
             descriptor, size = file.fileno(), file.tell()
             is_new = not 0 <= self._end <= size
@@ -145,7 +145,7 @@ def cut_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool
     """Remove the lines that a resumed run will write again, and damaged lines."""
     kept = [line for line, value in _read(path, kind) if value is not None and is_kept(value)]
     if kept:
-        write_whole(path, b"".join(kept))
+        write_atomically(path, b"".join(kept))
     else:
         path.unlink(missing_ok=True)
 

@@ -103,7 +103,7 @@ class CheckpointKeeper(Checkpointed, Callback):
         self._has_warned_of_nan = False
 
     def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
-        """Return true after the last batch of an optimizer step, unless a validation follows."""
+        """Return True after the last batch of an optimizer step, unless a validation follows."""
         is_last = (batch["index"] + 1) % trainer.accumulate_grad_batches == 0
         return is_last and trainer.global_step % self.validate_every_n_steps != 0
 

@@ -213,7 +213,7 @@ def _nonfinite_gradients(model: nn.Module, loss: Tensor) -> list[str]:
 
 
 def _is_finite(values: Any) -> bool:
-    """Return true if this rank's part of every tensor in `values` is finite."""
+    """Return True if this rank's part of every tensor in `values` is finite."""
     return all(
         bool(on_this_rank(value).isfinite().all())
         for value in tree_leaves(values)

@@ -165,7 +165,7 @@ class ResumableEarlyStopping(EarlyStopping):
 
 
 def _is_main_thread() -> bool:
-    """Return true in the only thread that may set signal handlers."""
+    """Return True in the only thread that may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -174,7 +174,7 @@ _LOST_RANK = re.compile(
 )
 """Words in errors of gloo and NCCL after another process has ended."""
 
-EXIT_GRACE_SECONDS = 2.0
+LOST_RANK_SECONDS = 2.0
 """Seconds to wait for the exit of a process after the connection to it is lost."""
 
 
@@ -188,7 +188,7 @@ def lost_rank(error: RuntimeError, trainer: Trainer) -> str | None:
     launcher = trainer.strategy.launcher
     if not (isinstance(launcher, _SubprocessScriptLauncher) and launcher.procs):
         return f"a rank has ended, or cannot be reached ({first_line(error)}); see the output of its launcher"
-    deadline = time.monotonic() + EXIT_GRACE_SECONDS
+    deadline = time.monotonic() + LOST_RANK_SECONDS
     while time.monotonic() < deadline and all(p.poll() is None for p in launcher.procs):
         time.sleep(0.05)
     ended = {rank: process.returncode for rank, process in enumerate(launcher.procs, start=1)}
