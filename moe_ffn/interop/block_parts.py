@@ -15,7 +15,7 @@ import torch
 from moe_ffn.weights.families import FAMILIES
 from moe_ffn.weights.from_transformers import sparse_options
 from moe_ffn.weights.layouts import (
-    Layout,
+    TensorLayout,
     WeightSlice,
     interleaved,
     linear,
@@ -40,7 +40,7 @@ class BlockEntry:
     """Class in the model's file; a decoder layer if the experts have no block class."""
     ffn: Template
     """Config of our block."""
-    names: Mapping[str, Layout] = field(default_factory=dict)
+    names: Mapping[str, TensorLayout] = field(default_factory=dict)
     """Our name of a tensor -> its layout in the block, for tensors that are not in `NAMES`."""
     config_name: str = ""
     """Config class; by default the text config whose name shares the longest prefix with `class_name`."""
@@ -195,10 +195,10 @@ def shared(width: str, count: str | None = None, **options: Any) -> Template:
 
 # -- names of weights
 
-Names = Mapping[str, Layout]
+Names = Mapping[str, TensorLayout]
 
 
-def _either(ours: str, *stems: str) -> dict[str, Layout]:
+def _either(ours: str, *stems: str) -> dict[str, TensorLayout]:
     """Return the layouts of the weight and bias of a linear module that has one of these names."""
     return {
         f"{ours}.{kind}": named(*(f"{stem}.{kind}" for stem in stems))
@@ -250,7 +250,7 @@ def experts_by_number(up: str, down: str) -> Names:
     }
 
 
-def with_shared(routed: str, *shared: str) -> Layout:
+def with_shared(routed: str, *shared: str) -> TensorLayout:
     """Return the layout of routed experts followed by shared experts, which may have gate and up apart."""
 
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:

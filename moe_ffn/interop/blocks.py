@@ -19,7 +19,7 @@ from moe_ffn.ffn import build_ffn
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.block_parts import NAMES, BlockEntry, LiveOptions, resolve
 from moe_ffn.interop.block_table import BLOCKS
-from moe_ffn.weights.layouts import Layout
+from moe_ffn.weights.layouts import TensorLayout
 from moe_ffn.weights.options import HFConfig
 
 
@@ -74,7 +74,7 @@ def config_width(config: Any) -> int:
     return config.hidden_size if hasattr(config, "hidden_size") else config.d_model
 
 
-def _layout(entry: BlockEntry, name: str) -> Layout | None:
+def _layout(entry: BlockEntry, name: str) -> TensorLayout | None:
     """Return the layout of our tensor `name`, which may be inside wrappers of the block or of its experts."""
     inner = re.sub(r"^(experts\.)+", "experts.", name.removeprefix("ffn."))
     names = {**NAMES, **entry.names}

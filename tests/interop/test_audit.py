@@ -117,11 +117,23 @@ def test_no_healthy_family_is_accused(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "options", "skipped"),
     [
-        ("jetmoe", {}, {"kernels", "health", "order"}),  # experts of other classes
-        ("llama4_text", {}, {"kernels", "health", "order"}),
-        ("laguna", {"moe_routed_scaling_factor": 2.5}, {"order"}),  # scales the experts' output
-        ("longcat_flash", LATENT, {"kernels", "health", "order"}),  # rows without an expert
-        ("zaya", {"num_experts_per_tok": 1}, {"order"}),  # routers with arguments by name
+        ("jetmoe", {}, {"balancing", "kernels", "health", "order"}),  # experts of other classes
+        ("llama4_text", {}, {"balancing", "kernels", "health", "order"}),
+        (
+            "laguna",
+            {"moe_routed_scaling_factor": 2.5},
+            {"balancing", "order"},
+        ),  # scales the experts' output
+        (
+            "longcat_flash",
+            LATENT,
+            {"balancing", "kernels", "health", "order"},
+        ),  # rows without an expert
+        (
+            "zaya",
+            {"num_experts_per_tok": 1},
+            {"balancing", "order"},
+        ),  # routers with arguments by name
     ],
 )
 def test_no_family_with_other_experts_is_accused(
@@ -1051,7 +1063,7 @@ def test_experts_in_a_list_are_checked_as_far_as_they_can_be_seen() -> None:
     assert report.facts["sparse layers"] == "1 (experts in a list)"
     assert report.facts["experts"] == "4, ? per token"
     skipped = {finding.check for finding in report.findings if finding.verdict == "skip"}
-    assert skipped == {"structure", "kernels", "health", "order"}
+    assert skipped == {"balancing", "structure", "kernels", "health", "order"}
 
     model.experts[2].requires_grad_(requires_grad=False)
     frozen = audit(model, batch())
