@@ -173,9 +173,8 @@ def check_output(option: str, path: Path | None, opening: str) -> None:
 def write_output(option: str, path: Path, text: str) -> None:
     """Write a file atomically; raise a ConfigError that names the option if that fails."""
     try:
-        write_atomically(
-            path, text.encode(errors="backslashreplace")
-        )  # a file name may not be UTF-8
+        # A file name in the text may not be UTF-8.
+        write_atomically(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise _cannot_write(option, path, error) from error
 

@@ -21,9 +21,10 @@ from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionEncoding
 
 
-def _one_layer_as_text(value: Any) -> Any:
-    """Convert `1`, which YAML reads as a number."""
-    return str(value) if type(value) is int else value
+def _layers_as_text(value: Any) -> Any:
+    """Convert `1` and `[0, 2]`, which YAML reads as numbers."""
+    layers = value if isinstance(value, list | tuple) else [value]
+    return ",".join(map(str, layers)) if all(type(n) is int for n in layers) else value
 
 
 class LatentConfig(Config, frozen=True):
@@ -61,7 +62,7 @@ class AttentionConfig(Config, frozen=True):
     window: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Number of tokens that a token attends to: itself and the ones before it, as in Mistral 7B
     (arXiv:2310.06825); null: all. With `causal: false`, as many on each side."""
-    window_at: Annotated[str, BeforeValidator(_one_layer_as_text)] = ":"
+    window_at: Annotated[str, BeforeValidator(_layers_as_text)] = ":"
     """Layers with the window, as Python slices with commas between them, such as `::2` or `0,2,5:`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an attention weight in training."""

@@ -49,14 +49,14 @@ class BalancedAssignmentRouter(LinearRouter):
         expert_ids_T = logits_TE.detach().nan_to_num(nan=0.0).argmax(dim=-1)
         if self.training:
             rankable_T = rankable_tokens(logits_TE, context.mask)
-            function = assign_operator if needs_static_shapes(x_TD) else assign_comparable
+            function = assign_operator if needs_static_shapes(x_TD) else assign_rankable
             expert_ids_T = function(logits_TE.detach(), expert_ids_T, rankable_T)
         expert_ids_T1 = expert_ids_T.unsqueeze(-1)
         weights_T1 = scores_TE.gather(-1, expert_ids_T1)
         return routing_of_pairs(weights_T1, expert_ids_T1, logits_TE, scores_TE, context)
 
 
-def assign_comparable(values_TE: Tensor, expert_ids_T: Tensor, rankable_T: Tensor) -> Tensor:
+def assign_rankable(values_TE: Tensor, expert_ids_T: Tensor, rankable_T: Tensor) -> Tensor:
     """Return int64 (T,): `assign` for the tokens in `rankable_T`, `expert_ids_T` for all others."""
     expert_ids_T = expert_ids_T.clone()
     expert_ids_T[rankable_T] = assign(values_TE[rankable_T])
@@ -65,8 +65,8 @@ def assign_comparable(values_TE: Tensor, expert_ids_T: Tensor, rankable_T: Tenso
 
 @torch.library.custom_op("moe_ffn::assign", mutates_args=())
 def assign_operator(values_TE: Tensor, expert_ids_T: Tensor, rankable_T: Tensor) -> Tensor:
-    """Run `assign_comparable` as one operator of a graph, because its loop depends on the data."""
-    return assign_comparable(values_TE, expert_ids_T, rankable_T)
+    """Run `assign_rankable` as one operator of a graph, because its loop depends on the data."""
+    return assign_rankable(values_TE, expert_ids_T, rankable_T)
 
 
 @assign_operator.register_fake

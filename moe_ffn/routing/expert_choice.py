@@ -83,8 +83,8 @@ class ExpertChoiceRouter(LinearRouter):
         token_ids_BEC = ranking_BES.topk(ceil_of_share(group_size, self.share), dim=-1).indices
         num_groups, _, num_listed = token_ids_BEC.shape
         # Padding is listed last and not chosen, so that shapes do not depend on it.
-        num_comparable_B = rearrange(rankable_T, "(b s) -> b s", s=group_size).sum(dim=-1)
-        num_chosen_B = ceil_of_share(num_comparable_B, self.share)
+        num_rankable_B = rearrange(rankable_T, "(b s) -> b s", s=group_size).sum(dim=-1)
+        num_chosen_B = ceil_of_share(num_rankable_B, self.share)
         ranks_C = torch.arange(num_listed, device=x_TD.device)
         chosen_BC = ranks_C < num_chosen_B.unsqueeze(-1)
 

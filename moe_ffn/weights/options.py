@@ -195,6 +195,9 @@ SCALING_NAMES = {
 }
 """Their option of scaled rotary positions -> ours, under `positions.scaling.`."""
 
+SCALING_NUMBERS = ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")
+"""Their options that are computed with before our config checks the result."""
+
 
 def rope(*, has_fraction: bool = False, has_score_factor: bool = False) -> OptionMapping:
     """Map rotary positions.
@@ -242,6 +245,10 @@ def _read_scaling(
     if kind not in supported:
         given = ", ".join(map(show, ("default", *supported)))
         raise hf.error(f"{name}.rope_type is {show(kind)}", given)
+    for key in SCALING_NUMBERS:
+        value = rope.get(key)
+        if value is not None and not (type(value) in (int, float) and value >= 0):
+            raise hf.error(f"{name}.{key} is {show(value)}", "a number of at least 0")
     scaling: dict[str, Any] = {"type": kind, "factor": rope.get("factor")}
     if kind != "linear":
         length = hf["max_position_embeddings"]
@@ -252,7 +259,7 @@ def _read_scaling(
         if scaling["factor"] is None:
             scaling["factor"] = hf["max_position_embeddings"] / scaling["original_seq_len"]
         mscale, of_all = (rope.get(key) or 0.0 for key in ("mscale", "mscale_all_dim"))
-        if "attention_factor" not in scaling and mscale and of_all:
+        if "attention_factor" not in scaling and mscale and of_all and scaling["factor"]:
             numerator, denominator = (yarn_mscale(scaling["factor"], m) for m in (mscale, of_all))
             scaling["attention_factor"] = numerator / denominator
         if has_score_factor:
@@ -301,11 +308,16 @@ def layer_windows(is_windowed: Callable[[int, int], bool]) -> OptionMapping:
         if types is None:
             count = hf.count("max_window_layers", 0)
             windowed = [layer for layer in hf.layers() if is_windowed(layer, count)]
-        elif isinstance(types, list) and {*types} <= {"full_attention", "sliding_attention"}:
+        elif (
+            isinstance(types, list)
+            and len(types) == len(hf.layers())
+            and all(kind in ("full_attention", "sliding_attention") for kind in types)
+        ):
             windowed = [n for n, kind in enumerate(types) if kind == "sliding_attention"]
         else:
             raise hf.error(
-                f"layer_types is {show(types)}", "a list of full_attention and sliding_attention"
+                f"layer_types is {show(types)}",
+                f"a list of full_attention or sliding_attention for each of the {len(hf.layers())} layers",
             )
         if not windowed:
             return {"attention.window": None}

@@ -179,12 +179,14 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
 
 def _mlx_notes(attempt: _Attempt, ours: Options) -> list[str]:
     """Return notes on options that mlx-lm ignores."""
-    family = attempt.family
+    family, rope = attempt.family, attempt.written["rope_parameters"]
     ignored = {
         "attention.window": "attention.window" in ours,
         "positions.scaling": family.ignores_scaling_in_mlx and "positions.scaling.type" in ours,
-        "positions.scaling.attention_factor": (
-            "attention_factor" in attempt.written["rope_parameters"]
+        "positions.scaling.attention_factor": "attention_factor" in rope,
+        "positions.scaling.truncate": ours.get("positions.scaling.truncate") is False,
+        "the default positions.scaling.attention_factor beside score_mscale": (
+            "mscale_all_dim" in rope and not {"mscale", "attention_factor"} & {*rope}
         ),
     }
     return [

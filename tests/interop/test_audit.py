@@ -541,6 +541,22 @@ def a_shared_expert_that_is_dropped() -> Case:
     return case
 
 
+@pytest.mark.parametrize("names", [("down",), ("gate", "up", "down")])
+def test_a_shared_expert_that_begins_at_zero_is_not_accused(names: tuple[str, ...]) -> None:
+    case = with_shared_expert()
+    with torch.no_grad():
+        for name in names:
+            getattr(shared_expert_of(case), f"{name}_proj").weight.zero_()
+    assert "learning" not in problems(audit(case.model, case.batch))
+
+
+def test_a_balancing_loss_of_zero_is_reported_when_batches_are_accumulated() -> None:
+    case = adamw(with_loss())
+    with other_loss(lambda loss: lambda *args: torch.zeros(())):
+        report = audit(case.model, case.batch, case.optimizer, accumulation=4)
+    assert "balancing" in problems(report)
+
+
 def a_dropped_shared_expert_of_ours() -> Case:
     ffn = {"type": "moe", "shared_expert": "swiglu"}
     options = {"num_layers": 2, "d_model": 16, "ffn": ffn}

@@ -67,7 +67,14 @@ def test_slices_without_a_layer_are_rejected(where: str) -> None:
 
 @pytest.mark.parametrize(
     ("window_at", "windows"),
-    [(":", "wwwww"), ("::2", "w-w-w"), ("0, -1", "w---w"), (1, "-w---"), ("0,2:4", "w-ww-")],
+    [
+        (":", "wwwww"),
+        ("::2", "w-w-w"),
+        ("0, -1", "w---w"),
+        (1, "-w---"),
+        ([0, 3], "w--w-"),
+        ("0,2:4", "w-ww-"),
+    ],
 )
 def test_windows_by_slices(window_at: Any, windows: str) -> None:
     attention = {"window": 3, "window_at": window_at}

@@ -175,6 +175,8 @@ def test_a_block_needs_nothing_of_the_model_around_it(tmp_path: Path) -> None:
 # -- what is refused
 
 
+LENGTH = "original_max_position_embeddings"
+YARN_SCALES = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     **{
         f"{kind} positions": (
@@ -195,8 +197,25 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which"),
     "layer types": (
         "qwen3", {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["chunked_attention"] * 3},
-        "supported: a list of full_attention and sliding_attention",
+        "supported: a list of full_attention or sliding_attention for each of the 3 layers",
     ),
+    "too few layer types": (
+        "qwen3", {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["sliding_attention"]},
+        "layer_types is ['sliding_attention'], which",
+    ),
+    "layer types in lists": (
+        "qwen3", {"sliding_window": 7, "use_sliding_window": True, "layer_types": [["x"]] * 3},
+        "for each of the 3 layers",
+    ),
+    **{
+        f"{key} {value}": ("llama", {"rope_scaling": {**YARN_SCALES, key: value}}, message)
+        for key, value, message in (
+            ("factor", "x", "rope_scaling.factor is 'x', which our model does not support"),
+            ("factor", 0, "model.positions.scaling.factor: must be at least 1"),
+            ("mscale", "1", "rope_scaling.mscale is '1', which"),
+            (LENGTH, "x", f"rope_scaling.{LENGTH} is 'x', which"),
+        )
+    },
     "window": ("mixtral", {"sliding_window": "x"}, "model.attention.window: must be a whole number, got 'x'"),
     "clip_qkv": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, which"),
     "bias": ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, which"),

@@ -207,7 +207,7 @@ def _accumulation(probe: Probe, weighted: float, accumulation: int) -> Finding:
         for batches in (1, accumulation)
     )
     excess = part - whole / accumulation
-    factor = accumulation * excess / weighted + 1
+    factor = accumulation * excess / weighted + 1 if weighted else math.nan
     return BALANCING.requires(
         abs(excess) <= _tolerance(probe) * weighted + 1e-6 * abs(whole),
         f"in a step of {accumulation} batches the balancing loss counts {factor:.3g} times",

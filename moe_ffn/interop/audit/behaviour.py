@@ -134,7 +134,7 @@ def _factor_after(probe: Probe, layer: SparseLayer) -> float:
         hooks.callback(layer.experts[-1].register_forward_hook(cut).remove)
         hooks.callback(layer.block.register_forward_hook(keep).remove)
         probe.logits(labels=None)
-        experts, block = outputs
+        experts, block = outputs[-2:]  # of the last pass, if a layer runs more than once
         (grad,) = torch.autograd.grad(block.sum(), experts, materialize_grads=True)
         return grad.mean().item()
 

@@ -285,7 +285,11 @@ def _shared_problems(
         and ".lora_A." not in name  # zero, because B begins at zero
         and ((grad := gradients.get(parameter)) is None or not grad.any())
     ]
-    if dead:
+    matrices = {name: p for name, p in layer.shared.items() if p.ndim >= 2 and ".lora_" not in name}
+    zero = [name for name, matrix in matrices.items() if not matrix.any()]
+    if len(zero) == 1:  # the other matrices get no gradient through it, as at the start of training
+        dead = [name for name in dead if name in zero]
+    if dead and len(zero) < 2:  # several stop each other's gradient, as in an expert that was added
         yield LEARNING.at(layer.name).fails(
             f"{len(dead)} of {len(layer.shared)} tensors of the shared expert have no gradient: "
             f"{places(dead)}",
