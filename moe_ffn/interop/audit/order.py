@@ -25,17 +25,23 @@ from moe_ffn.training.objective import IGNORED_TARGET, cross_entropy_of
 TRAINED = 0.9
 """Cross-entropy as a multiple of a uniform guess's below which a model counts as trained on this text."""
 
-MIN_ERRORS = 2.0
-"""Standard errors of the difference of two losses above which it is a difference."""
+SEEN, CERTAIN = 2.0, 4.0
+"""Standard errors of the difference of two losses above which it is seen, or is certain."""
+
+OTHER_ORDER = "in another order than the router's rows"
+COMPARE = "compare the conversion with its source: moe-ffn diff"
+
+ALIKE = 1e-3
+"""Share of the loss below which experts that move change nothing."""
 
 
 def check_order(probe: Probe) -> Iterator[Finding]:
     """Move the experts of each layer, and swap gate and up: the loss should rise."""
     with mode(probe.model, training=False), torch.no_grad():
         logits_BSV = probe.logits(labels=None)
-        losses_N = _losses(probe, logits_BSV)
+        losses_BS = _losses(probe, logits_BSV)
         guess = math.log(logits_BSV.shape[-1])
-        loss = losses_N.mean().item()
+        loss = losses_BS.nanmean().item()
         if not loss < TRAINED * guess:
             yield ORDER.skips(
                 f"the loss, {loss:.3f}, is not below {TRAINED:g} of a uniform guess's, so it does not tell "
@@ -43,10 +49,10 @@ def check_order(probe: Probe) -> Iterator[Finding]:
             )
             return
         for layer in probe.reached:
-            yield from _layer(probe, layer, losses_N)
+            yield from _layer(probe, layer, losses_BS)
 
 
-def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Finding]:
+def _layer(probe: Probe, layer: SparseLayer, losses_BS: Tensor) -> Iterator[Finding]:
     check = ORDER.at(layer.name)
     problems: list[Finding] = []
     measured: list[str] = []
@@ -55,30 +61,33 @@ def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Findi
         rises: list[tuple[float, float, int]] = []
         for places in sorted({1, layer.num_experts // 2, layer.num_experts - 1}):
             with _moved_experts(layer, places):
-                rises.append((*_rise(probe, losses_N), places))
+                rises.append((*_rise(probe, losses_BS), places))
         rise, error, places = min(rises)
         sentence = f"{rise:+.4f} when its experts move by {places} of {layer.num_experts} places"
         measured.append(sentence)
-        if rise <= MIN_ERRORS * error:
-            # Of two wrong orders one may be better; nothing is better than the right one.
-            is_better = rise < -MIN_ERRORS * error
+        seen = f"the loss changes by {sentence} (standard error {error:.4f})"
+        if max(abs(rise) for rise, *_ in rises) <= ALIKE * losses_BS.nanmean():
+            problems.append(check.warns(f"{seen}: they are all alike", COMPARE))
+        elif rise < -CERTAIN * error:  # nothing is better than the right order
+            problems.append(check.fails(f"{seen}: they are {OTHER_ORDER}", COMPARE))
+        elif rise <= SEEN * error:
             problems.append(
-                check.finding(
-                    "fail" if is_better else "warn",
-                    f"the loss changes by {sentence} (standard error {error:.4f}): they are in another order "
-                    f"than the router's rows{'' if is_better else ', or are all alike'}",
-                    "compare the conversion with its source: moe-ffn diff",
+                check.warns(
+                    f"{seen}: they are {OTHER_ORDER}, or too little trained to tell",
+                    f"try a longer text; then {COMPARE}",
                 )
             )
     gated = [module for module in layer.experts if _is_gated(module)]
     if gated:
         with _swapped_gates(gated):
-            rise, error = _rise(probe, losses_N)
+            rise, error = _rise(probe, losses_BS)
         measured.append(f"{rise:+.4f} when gate and up are swapped")
-        if rise < -MIN_ERRORS * error:
+        if rise < -SEEN * error:
             problems.append(
-                check.fails(
-                    f"the loss falls by {-rise:.4f} when gate and up are swapped",
+                check.finding(
+                    "fail" if rise < -CERTAIN * error else "warn",
+                    f"the loss falls by {-rise:.4f} (standard error {error:.4f}) when gate and up are "
+                    "swapped",
                     "the conversion swapped the two halves of gate_up: swap them back",
                 )
             )
@@ -88,15 +97,20 @@ def _layer(probe: Probe, layer: SparseLayer, losses_N: Tensor) -> Iterator[Findi
 
 
 def _losses(probe: Probe, logits_BSV: Tensor) -> Tensor:
-    """Return the loss of each predicted token."""
-    losses = cross_entropy_of(logits_BSV, probe.labels_BS, "none")
-    return losses[probe.labels_BS.flatten() != IGNORED_TARGET].double()
+    """Return the loss of each predicted token; NaN at the others, which no mean of this file counts."""
+    losses_BS = cross_entropy_of(logits_BSV, probe.labels_BS, "none").double()
+    losses_BS = losses_BS.view_as(probe.labels_BS)
+    return losses_BS.masked_fill(probe.labels_BS == IGNORED_TARGET, math.nan)
 
 
-def _rise(probe: Probe, before_N: Tensor) -> tuple[float, float]:
-    """Run the model; return the mean difference of the tokens' losses, and its standard error."""
-    rise_N = _losses(probe, probe.logits(labels=None)) - before_N
-    return rise_N.mean().item(), (rise_N.std() / len(rise_N) ** 0.5).item()
+def _rise(probe: Probe, before_BS: Tensor) -> tuple[float, float]:
+    """Run the model; return the mean rise of the loss, and its standard error over the sequences.
+
+    The tokens of a sequence are not independent, so that their scatter would promise too much.
+    """
+    rise_B = (_losses(probe, probe.logits(labels=None)) - before_BS).nanmean(dim=1)
+    rise_B = rise_B[rise_B.isfinite()]
+    return rise_B.mean().item(), (rise_B.std() / len(rise_B) ** 0.5).item()
 
 
 @contextmanager
