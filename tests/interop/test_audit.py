@@ -892,6 +892,14 @@ def swapped_gates() -> Case:
 
 
 # As in Megatron-LM#5844, transformers#47031 and DeepSpeed#8147.
+def test_one_sequence_does_not_tell_the_order() -> None:
+    case = experts_in_another_order()
+    report = audit(case.model, {name: value[:1] for name, value in case.batch.items()})
+    (found,) = (finding for finding in report.findings if finding.check == "order")
+    assert (found.verdict, found.place) == ("skip", "model")
+    assert "give two or more" in found.sentence
+
+
 def experts_in_another_order() -> Case:
     case = our_demo()
     with torch.no_grad():
