@@ -12,15 +12,12 @@ exit code is then 1.
 from __future__ import annotations
 
 import logging
-import math
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
-from moe_ffn.cli.parser import Parser, check_output, write_output
+from moe_ffn.cli.parser import Parser, check_output, positive, write_output
 from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.studies.comparison_tables import print_comparison
@@ -66,7 +63,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--margin",
-        type=_nats,
+        type=positive(unit="nats"),
         metavar="NATS",
         help=f"call arms equal if tests show that they differ by less (default: the study's margin, or "
         f"{EQUALITY_MARGIN:g} nats per token)",
@@ -78,13 +75,6 @@ def _parser() -> Parser:
         help="also write a page with plots, which opens from disk",
     )
     return parser
-
-
-def _nats(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (margin := float(text)) < math.inf:
-            return margin
-    raise ArgumentTypeError(f"must be a number of nats above 0, got '{text}'")
 
 
 def compare(

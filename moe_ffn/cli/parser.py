@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import re
 import sys
@@ -39,6 +40,23 @@ def whole(least: int = 0, most: int = MAX_COUNT) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(
                 f"must be a whole number from {least} to {most}, got '{text}'"
             )
+        return number
+
+    return parse
+
+
+def positive(most: float = math.inf, unit: str = "") -> Callable[[str], float]:
+    """Return an argparse type for finite numbers above 0 and up to `most`; `unit` is for its message."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if not (0 < number <= most and math.isfinite(number)):
+            what = f"a number of {unit}" if unit else "a number"
+            limit = "" if math.isinf(most) else f" and up to {most:g}"
+            raise argparse.ArgumentTypeError(f"must be {what} above 0{limit}, got '{text}'")
         return number
 
     return parse

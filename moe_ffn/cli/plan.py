@@ -5,8 +5,8 @@ moe-ffn plan --model.d_model 4096 --model.num_layers 32 --data.batch_size 64 --g
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from moe_ffn.cli.command_line import parse_flags
 from moe_ffn.cli.exit import EXIT_FAILED
-from moe_ffn.cli.parser import Parser, check_output, whole, write_output
+from moe_ffn.cli.parser import Parser, check_output, positive, whole, write_output
 from moe_ffn.config.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import OPENING, compact
 from moe_ffn.runs.config import TrainConfig
@@ -65,11 +65,11 @@ def _add_flags(parser: Parser) -> None:
     )
     add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
     for name, (field, _, meaning) in _OVERRIDES.items():
-        add(f"--{name}", dest=field, type=_number(1e9), metavar="NUMBER", help=meaning)
+        add(f"--{name}", dest=field, type=positive(1e9), metavar="NUMBER", help=meaning)
     add("--per-machine", type=whole(1), metavar="NUMBER", help="GPUs per machine")
     add(
         "--efficiency",
-        type=_number(1.0),
+        type=positive(1.0),
         default=EFFICIENCY,
         metavar="FRACTION",
         help="fraction of the published FLOPs and bandwidths that is reached in practice (%(default)s)",
@@ -93,19 +93,6 @@ _OVERRIDES = {
     "network-gb-s": ("network", 1e9, "its bandwidth to other machines in 1e9 bytes per second"),
 }
 """Flag -> the field of `Device` that it overrides, the unit, and the help text."""
-
-
-def _number(most: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = 0.0
-        if not 0 < number <= most:
-            raise ArgumentTypeError(f"must be a number above 0 and up to {most:g}, got '{text}'")
-        return number
-
-    return parse
 
 
 def device_of(flags: Namespace) -> Device:

@@ -559,11 +559,12 @@ class _Positions:
     def add(self, a_SV: Tensor, b_SV: Tensor, replayed_SV: Tensor | None) -> None:
         """Add the logits of a window."""
         a_SV, b_SV = a_SV.double(), b_SV.double()
-        real_S = (a_SV.isfinite() & b_SV.isfinite()).all(dim=-1)
-        for side, logits_SV in (("A", a_SV), ("B", b_SV)):
-            broken = (~logits_SV.isfinite()).any(dim=-1).nonzero().flatten().tolist()
-            for position in broken:
-                self.first_not_finite.setdefault(side, self.num_seen + position)
+        finite = {"A": a_SV.isfinite().all(dim=-1), "B": b_SV.isfinite().all(dim=-1)}
+        for side, finite_S in finite.items():
+            if not finite_S.all():
+                first = self.num_seen + int(finite_S.long().argmin())
+                self.first_not_finite.setdefault(side, first)
+        real_S = finite["A"] & finite["B"]
         self.num_seen += len(a_SV)
         distance_S = (b_SV - a_SV).abs().amax(dim=-1).masked_fill(~real_S, 0)
         self.num_tokens += real_S.cpu()

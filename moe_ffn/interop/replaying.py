@@ -21,6 +21,7 @@ from moe_ffn.config.errors import ConfigError, first_line, nearest_or_all
 from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock
 from moe_ffn.interop.routings import (
     call_arguments,
+    inputs_of_experts,
     modules_beside,
     number_of_layers,
     routing_modules,
@@ -119,7 +120,8 @@ class _Replay:
         self, name: str, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Check that the experts receive the given ids."""
-        received_TK, given_TK = (*args, *kwargs.values())[1], self._given(name)
+        _, received_TK, _ = inputs_of_experts(args, kwargs)
+        given_TK = self._given(name)
         if received_TK.shape != given_TK.shape:
             raise ConfigError(
                 f"replay: {name} has {_experts_of_tokens(received_TK)}, but the record has "

@@ -130,7 +130,7 @@ class Watcher:
     ) -> None:
         if self._pending is None:
             return
-        _, ids_TK, weights_TK = (*args, *kwargs.values())[:3]
+        _, ids_TK, weights_TK = inputs_of_experts(args, kwargs)
         logits_TE = _logits_for(ids_TK, self._router_outputs.pop(name, []))
         if logits_TE is None or experts._is_expert_parallel:
             raise ConfigError(
@@ -229,6 +229,14 @@ _SET_BY_DECORATOR = "is_concatenated"
 def is_experts(module: nn.Module) -> bool:
     """Return True if the class is decorated by transformers' `use_experts_implementation`."""
     return _SET_BY_DECORATOR in vars(module)
+
+
+def inputs_of_experts(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden (T, D), ids (T, K) and weights (T, K), the arguments of such a class in its order."""
+    hidden_TD, ids_TK, weights_TK = (*args, *kwargs.values())[:3]
+    return hidden_TD, ids_TK, weights_TK
 
 
 def layer_of(path: str) -> int | None:

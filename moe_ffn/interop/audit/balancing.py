@@ -94,12 +94,9 @@ def _of_transformers(probe: Probe, coefficient: float, accumulation: int) -> Ite
 
 def _run(probe: Probe, **changes: Any) -> Outputs:
     """Run the model with its losses."""
-    return probe.run(**{"labels": _labels(probe), "output_router_logits": True, **changes})
-
-
-def _labels(probe: Probe) -> Tensor:
-    given = probe.batch.get("labels")
-    return probe.ids_BS.masked_fill(~probe.mask_BS, IGNORED_TARGET) if given is None else given
+    return probe.run(
+        **{"labels": probe.unshifted_labels_BS, "output_router_logits": True, **changes}
+    )
 
 
 def _expected(passed: Outputs, *, counts_padding: bool = False) -> float:
@@ -170,7 +167,7 @@ def _padding(probe: Probe) -> Iterator[Finding]:
         probe,
         input_ids=F.pad(ids_BS, (0, length), value=int(ids_BS[0, 0])),
         attention_mask=F.pad(probe.mask_BS.long(), (0, length), value=0),
-        labels=F.pad(_labels(probe), (0, length), value=IGNORED_TARGET),
+        labels=F.pad(probe.unshifted_labels_BS, (0, length), value=IGNORED_TARGET),
     )
     padded, tolerance = passed.output.aux_loss.item(), _tolerance(probe)
     expected, with_padding = _expected(passed), _expected(passed, counts_padding=True)

@@ -188,9 +188,9 @@ def _compared(layer: SparseLayer, module: Any, args: tuple[Any, ...]) -> Finding
     if not parameter.is_floating_point():
         return check.skips("the weights of the experts are quantised")
     if isinstance(module, MatrixExperts):
-        name = f"moe_ffn ({module.config.backend})"
+        kernels = f"moe_ffn ({module.config.backend})"
     else:
-        name = implementation_of(module)
+        kernels = implementation_of(module)
     try:
         errors = _errors(module, args)
     except NotImplementedError as error:
@@ -201,14 +201,14 @@ def _compared(layer: SparseLayer, module: Any, args: tuple[Any, ...]) -> Finding
     wrong = [name for name, error in errors.items() if not error <= limit]
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     sentence = (
-        f"{name} in {dtype_name(parameter.dtype)}, compared with a loop in float64: largest "
+        f"{kernels} in {dtype_name(parameter.dtype)}, compared with a loop in float64: largest "
         f"difference {errors[worst]:.1e} of the largest value (in {worst})"
     )
     if not wrong:
         return check.passes(sentence)
     return check.fails(
         f"{sentence}; above {limit:.0e}: {', '.join(wrong)}",
-        f"do not use {name} here; 'eager' of transformers and 'loop' of moe_ffn are plain loops",
+        f"do not use {kernels} here; 'eager' of transformers and 'loop' of moe_ffn are plain loops",
     )
 
 

@@ -38,7 +38,7 @@ class Outputs:
 
 
 class Probe:
-    """The model under audit."""
+    """The model under audit with a batch: it runs one on the other, and finds the sparse layers."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         self.model = model = of_one_process(model)
@@ -98,14 +98,19 @@ class Probe:
         return torch.ones_like(self.ids_BS, dtype=torch.bool) if mask is None else mask.bool()
 
     @property
+    def unshifted_labels_BS(self) -> Tensor:
+        """The labels of the batch, as transformers takes them: by default each real token itself."""
+        given_BS = self.batch.get(_LABELS)
+        if given_BS is not None:
+            return given_BS
+        return self.ids_BS.masked_fill(~self.mask_BS, IGNORED_TARGET)
+
+    @property
     def labels_BS(self) -> Tensor:
-        """The token to predict at each position, or `IGNORED_TARGET`: shifted labels of transformers."""
-        labels_BS = self.batch.get(_LABELS)
-        if labels_BS is not None and self.has_encoder:
-            return labels_BS  # transformers has shifted the inputs
-        if labels_BS is None:
-            labels_BS = self.ids_BS.masked_fill(~self.mask_BS, IGNORED_TARGET)
-        return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED_TARGET)
+        """The token to predict at each position, or `IGNORED_TARGET`."""
+        if self.has_encoder and _LABELS in self.batch:
+            return self.batch[_LABELS]  # transformers has shifted the inputs
+        return F.pad(self.unshifted_labels_BS[:, 1:], (0, 1), value=IGNORED_TARGET)
 
     def run(self, **changes: Any) -> Outputs:
         """Run the model on the batch; `changes` replace entries of it, None removes one."""

@@ -1,4 +1,4 @@
-"""Checks of an audit that need no numbers: structure, and what adapters or quantisers left out."""
+"""Checks of an audit that run nothing: structure, and what adapters or quantisers left out."""
 
 from __future__ import annotations
 
