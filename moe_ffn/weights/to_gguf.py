@@ -136,7 +136,7 @@ def _add_scaling(gguf: Any, writer: Any, scaling: RotaryScalingConfig | None) ->
     writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.type))
     writer.add_rope_scaling_factor(scaling.factor)
     if isinstance(scaling, YarnConfig):
-        writer.add_rope_scaling_orig_ctx_len(scaling.original_seq_len)
+        writer.add_rope_scaling_orig_ctx_len(scaling.original())
         # llama.cpp multiplies by YaRN's own factor.
         writer.add_rope_scaling_attn_factors(scaling.magnitude / yarn_mscale(scaling.factor))
 
