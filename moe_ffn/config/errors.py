@@ -165,6 +165,10 @@ def expand_path(path: str, key: str) -> Path:
     """Replace `~` in a path; raise a ConfigError that names the key if that fails."""
     if "\0" in path:
         raise ConfigError(f"{key}: {path!r} contains a NUL character; remove it")
+    if "\n" in path:
+        raise ConfigError(
+            f"{key}: {show(path)} is a text of several lines; give a file with this text"
+        )
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # `~somebody` who does not exist

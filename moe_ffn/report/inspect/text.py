@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.files import reason
@@ -121,6 +121,7 @@ def read_text(path: Path, limit: int | None = None) -> bytes:
     Raises:
         ConfigError: the file cannot be read.
     """
+    path = expand_path(str(path), "--text")
     try:
         with path.open("rb") as file:
             return file.read(-1 if limit is None else limit)
