@@ -57,7 +57,7 @@ class Export:
     options: Mapping[str, Any]
     """Options of transformers, for `config.json`."""
     notes: tuple[str, ...]
-    """Remarks: why not another architecture, options left out, and rewrites."""
+    """Remarks: options left out, rewrites, and what other programs ignore or require."""
     factor: Callable[[str], float]
     """Returns the factor of one of our tensors, by its name."""
 
@@ -160,14 +160,9 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
             "that value"
         )
     chosen = min(equal, key=lambda attempt: len(attempt.rewrites))
-    notes = [
-        f"{attempt.family.model_type} has {path}: {json.dumps(theirs)}, this model {json.dumps(value)}"
-        for attempt in attempts[: attempts.index(chosen)]
-        for path, value, theirs in attempt.differences[:1]
-    ]
-    notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
+    notes = [f"{path} acts only in training and is left out" for path in left_out]
     notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
-    notes += [f"{path} acts only in training and is left out" for path in left_out]
+    notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
     notes += _mlx_notes(chosen, ours)
     notes += _llama_cpp_notes(chosen.family, ours)
 
