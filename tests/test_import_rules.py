@@ -245,5 +245,5 @@ def test_programs_without_their_packages_say_what_to_install(
         runpy.run_path(str(PACKAGE / "cli/__init__.py"))
 
     assert ended.value.code == 2
-    message = "error: the programs need yaml; install with: pip install '.[train]'\n"
+    message = "error: the programs need yaml; install with: pip install -e '.[train]'\n"
     assert capsys.readouterr().err == message

@@ -185,9 +185,9 @@ def command(program: str) -> str:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra: `pip install 'moe_ffn[train]'`, in a clone `'.[train]'`."""
-    name = "." if (_ROOT / "pyproject.toml").is_file() else "moe_ffn"
-    return f"pip install '{name}[{extra}]'"
+    """Return the command that installs an extra; in a clone, an install without -e would copy the package."""
+    is_clone = (_ROOT / "pyproject.toml").is_file()
+    return f"pip install -e '.[{extra}]'" if is_clone else f"pip install 'moe_ffn[{extra}]'"
 
 
 _RULES = {

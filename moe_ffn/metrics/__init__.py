@@ -8,7 +8,6 @@ The functions need only torch. The classes accumulate over batches and ranks, an
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from moe_ffn.config.errors import install
 from moe_ffn.metrics.functional import (
     chosen_experts,
     churn,
@@ -65,7 +64,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torchmetrics":
             raise
         raise ModuleNotFoundError(
-            f"moe_ffn.metrics.{name} needs torchmetrics; install with: {install('train')} "
+            f"moe_ffn.metrics.{name} needs torchmetrics: pip install torchmetrics "
             "(the functions of moe_ffn.metrics.functional need only torch)",
             name=error.name,
         ) from error
