@@ -57,7 +57,12 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "relu": MOE | {"router": {"type": "relu", "k": 2}},
     "threshold": MOE | {"router": {"type": "expert_threshold", "k": 2}},
     "chain": {"type": "chain_of_experts", "ffn": MOE | {"router": ONE_OF_ALL}},
-    "few": MOE | {"num_experts": 2, "router": {"type": "top_k", "k": 1}},
+    "few": MOE
+    | {
+        "num_experts": 2,
+        "router": {"type": "top_k", "k": 1},
+        "experts": {"type": "fake_quantized"},
+    },
 }
 """A layer of each kind; `few` has fewer experts than some layouts have ranks, `chain` has two rounds."""
 
