@@ -86,7 +86,9 @@ class LowPrecision:
     """Elements of a row that share a scale; None for the whole row."""
 
 
-FORMATS = {
+Format = Literal["mxfp4", "mxfp8", "nvfp4", "int4", "int8", "fp8"]
+
+FORMATS: dict[Format, LowPrecision] = {
     "mxfp4": LowPrecision(round_to_e2m1_, power_of_two_scales(2), 32),
     "mxfp8": LowPrecision(round_to_e4m3_, power_of_two_scales(8), 32),
     "nvfp4": LowPrecision(round_to_e2m1_, two_level_scales, 16),
@@ -96,8 +98,6 @@ FORMATS = {
 }
 """Formats by name. MX: OCP Microscaling Formats 1.0; NVFP4: arXiv:2509.25149; integers by group and FP8 by
 row: symmetric, as in compressed-tensors."""
-
-Format = Literal["mxfp4", "mxfp8", "nvfp4", "int4", "int8", "fp8"]
 
 
 def quantize(weight: Tensor, name: Format) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -138,7 +138,7 @@ def fake_quantize(x: Tensor, name: Format) -> Tensor:
     Args:
         x: (..., rows, width); width is a multiple of the format's block.
     """
-    return _StraightThrough.apply(x, name)  # pyright: ignore[reportReturnType]
+    return _StraightThrough.apply(x, name)
 
 
 def pack(weight_OI: Tensor, name: Format) -> dict[str, Tensor]:
@@ -227,7 +227,8 @@ class FakeQuantizedExperts(ExpertsWrapper):
 
     def __init__(self, config: FakeQuantizedExpertsConfig, experts: Experts) -> None:
         super().__init__(experts)
-        self.format, self.inputs = config.format, config.inputs
+        self.format: Format | None = config.format
+        self.inputs: Format | None = config.inputs
         if config.format is not None:
             # Not in `forward`, where the matrices of a model that is divided over ranks are not gathered yet.
             cast("MatrixExperts", self.innermost).before_products = RoundMatrices(config.format)
