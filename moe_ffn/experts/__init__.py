@@ -7,6 +7,9 @@ from moe_ffn.experts.base import Experts as Experts
 from moe_ffn.experts.base import ExpertsConfig as ExpertsConfig
 from moe_ffn.experts.embeddings import SingleNeuronExpertsConfig as SingleNeuronExpertsConfig
 from moe_ffn.experts.embeddings import ValueExpertsConfig as ValueExpertsConfig
+from moe_ffn.experts.low_precision import (
+    FakeQuantizedExpertsConfig as FakeQuantizedExpertsConfig,
+)
 from moe_ffn.experts.matrices import ClampedSwiGLUExpertsConfig as ClampedSwiGLUExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig as GatedExpertsConfig
 from moe_ffn.experts.matrices import MLPExpertsConfig as MLPExpertsConfig

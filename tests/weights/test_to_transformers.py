@@ -162,6 +162,10 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
         },
         "deepseek_v3", "",
     ),
+    "rounded experts": (
+        {"ffn": moe(router__renormalize=True, experts={"type": "fake_quantized", "format": "fp8"})},
+        "mixtral", "the weights of the experts are written rounded to fp8",
+    ),
     "in training": (
         {"dropout": 0.1, "ffn": moe(router__renormalize=True, router__jitter=0.1, capacity__factor=1.25)},
         "mixtral", "ffn.capacity.factor acts only in training and is left out",
