@@ -189,7 +189,7 @@ class Router(nn.Module, ABC):
     """True if the router uses `TokenContext.expert_ids` instead of its own choice."""
 
     correction_bias_E: Tensor | None
-    """float32, added to the scores for selection only. A rule of `moe_ffn.balancing.bias_rules` changes it
+    """float32, added to the scores for selection only. A rule of `moe_ffn.balancing` changes it
     between optimizer steps; `forward` never does. None for a router without a correction bias."""
 
     def __init__(self) -> None:
