@@ -22,14 +22,14 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_ffn"
 
 # What every package may use: options and their messages, files, the values of a layer, and its arithmetic.
-FOUNDATION = {"config", "files", "html_repr", "kernels", "outputs"}
+FOUNDATION = {"config", "files", "notebook_cards", "kernels", "outputs"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # The foundation.
     "config": {"files"},
     "files": set(),
-    "html_repr": set(),
-    "outputs": {"html_repr"},
+    "notebook_cards": set(),
+    "outputs": {"notebook_cards"},
     "kernels": {"config", "files", "outputs"},
     # Level 1: the layers. Routing, dispatch and experts never import each other.
     "routing": FOUNDATION,
@@ -84,7 +84,7 @@ ONLY_PLACES = {
     "safetensors": {"moe_ffn/weights", "moe_ffn/interop", "moe_ffn/training/recovery"},
     "transformers": {
         "moe_ffn/interop/transformers.py",
-        "moe_ffn/interop/transformers_folder.py",
+        "moe_ffn/interop/load_models.py",
         "moe_ffn/interop/swap.py",
         "moe_ffn/interop/trainer.py",
         "experiments/benchmark",

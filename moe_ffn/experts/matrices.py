@@ -18,7 +18,6 @@ from moe_ffn.config.sizes import (
     HiddenWidth,
     gated_width,
     given_width,
-    init_linear_,
     linear_flops,
     linear_params,
     round_width,
@@ -31,7 +30,7 @@ from moe_ffn.kernels.activations import (
     GLUOptions,
     SoftCapOptions,
 )
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.base import ExpertWeights, init_linear_
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
 from moe_ffn.outputs import Plan
 

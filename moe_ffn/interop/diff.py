@@ -23,16 +23,7 @@ from moe_ffn.config.errors import ConfigError, first_line, nearest_or_all, show
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.files import kind_of
-from moe_ffn.interop.replaying import (
-    count_experts,
-    read_experts,
-    recorded_layers,
-    replay,
-    unable_to_replay,
-)
-from moe_ffn.interop.routings import routing_modules, watch
-from moe_ffn.interop.transformers import register
-from moe_ffn.interop.transformers_folder import (
+from moe_ffn.interop.load_models import (
     encode_utf8,
     is_adapter_folder,
     is_transformers_folder,
@@ -42,6 +33,15 @@ from moe_ffn.interop.transformers_folder import (
     max_length_of,
     wrong_base,
 )
+from moe_ffn.interop.replaying import (
+    count_experts,
+    read_experts,
+    recorded_layers,
+    replay,
+    unable_to_replay,
+)
+from moe_ffn.interop.routings import routing_modules, watch
+from moe_ffn.interop.transformers import register
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.model.decoder import Decoder, is_inner, layer_number, short_name
 from moe_ffn.outputs import Routing, dtype_name

@@ -484,7 +484,7 @@ RUN_METRICS = _table(
 """Metrics of the whole model. Rows also have `train/NAME` for each loss of `BALANCING_LOSSES`."""
 
 
-def layer_measures() -> list[Metric]:
+def metrics_per_layer() -> list[Metric]:
     """Return the metrics with one value per layer."""
     return [metric for metric in LAYER_METRICS.values() if metric.per == "layer"]
 

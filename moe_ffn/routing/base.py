@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.config.errors import ConfigError, Unsupported, UseCase
-from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
-from moe_ffn.kernels.base import without_autocast
-from moe_ffn.kernels.native.routing import float32_linear, float32_linear_backward
+from moe_ffn.config.sizes import linear_flops, linear_params
+from moe_ffn.kernels.base import init_linear_, without_autocast
+from moe_ffn.kernels.routing import float32_linear, float32_linear_backward
 from moe_ffn.outputs import Routing, TokenContext
 
 

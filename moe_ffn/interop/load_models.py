@@ -26,7 +26,7 @@ from moe_ffn.weights.pretrained import (
 
 
 @dataclass(frozen=True)
-class RoutedText:
+class RoutedPrompt:
     """Routing decisions of a model for a text."""
 
     tokens: Sequence[bytes]
@@ -38,7 +38,7 @@ class RoutedText:
     """Most probable next token after each token, and its probability."""
 
 
-def route_text(folder: Path, text: bytes) -> RoutedText:
+def route_text(folder: Path, text: bytes) -> RoutedPrompt:
     """Run the model in a folder of transformers on a text, as one sequence.
 
     Only config.json, safetensors and tokenizer.json are read, and no code of the folder runs.
@@ -76,7 +76,7 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
     with watch(model) as passes, torch.no_grad():
         logits_BSV: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits
     probabilities, best_ids = logits_BSV[0].float().softmax(dim=-1).max(dim=-1)
-    return RoutedText(
+    return RoutedPrompt(
         tokens=list(map(token_bytes, ids)),
         routings=passes[0],
         num_layers=model.config.get_text_config().num_hidden_layers,
