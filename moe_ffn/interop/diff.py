@@ -31,6 +31,7 @@ from moe_ffn.interop.load_models import (
     load_hf_model,
     load_hf_tokenizer,
     max_length_of,
+    require_known_ids,
     wrong_base,
 )
 from moe_ffn.interop.replaying import (
@@ -455,11 +456,7 @@ def _encode(sides: tuple[_Side, _Side], text: bytes) -> Tensor:
         )
     if not ids:
         raise ConfigError("--text: is empty; give some text")
-    if max(ids) >= sides[0].vocab_size:
-        raise ConfigError(
-            f"'{encoded[0][0].folder / TOKENIZER_FILE}' does not fit this model: it produced token id "
-            f"{max(ids)}, but the vocabulary has {sides[0].vocab_size} tokens"
-        )
+    require_known_ids(ids, sides[0].vocab_size, encoded[0][0].folder)
     return torch.tensor(ids)
 
 

@@ -59,12 +59,7 @@ def route_text(folder: Path, text: bytes) -> RoutedPrompt:
         raise ConfigError(
             f"--text: has {len(ids)} tokens, but '{folder}' accepts 1 to {max_length}; give another text"
         )
-    vocab_size = model.get_input_embeddings().num_embeddings
-    if max(ids) >= vocab_size:
-        raise ConfigError(
-            f"'{folder / TOKENIZER_FILE}' does not fit this model: it produced token id {max(ids)}, but "
-            f"the vocabulary has {vocab_size} tokens; copy the tokenizer of this model"
-        )
+    require_known_ids(ids, model.get_input_embeddings().num_embeddings, folder)
 
     def token_bytes(token_id: int) -> bytes:
         token = tokenizer.convert_ids_to_tokens(token_id)
@@ -100,6 +95,15 @@ def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:
         raise ConfigError(
             "--text: is not UTF-8, which the tokenizers of transformers need"
         ) from error
+
+
+def require_known_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None:
+    """Raise ConfigError if the tokenizer in `folder` produced an id that the model does not have."""
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            f"'{folder / TOKENIZER_FILE}' does not fit this model: it produced token id {max(ids)}, but "
+            f"the vocabulary has {vocab_size} tokens; copy the tokenizer of this model"
+        )
 
 
 def load_hf_model(folder: Path, **options: Any) -> Any:

@@ -54,14 +54,14 @@ __all__ = [
     "unigram_loss",
 ]
 
-_LAZY = dict.fromkeys(
-    ("CoactivationMetrics", "LanguageMetrics", "ListMetrics", "LoadMetrics", "TokenMetrics"),
+_CLASSES: dict[str, str] = dict.fromkeys(
+    ["CoactivationMetrics", "LanguageMetrics", "ListMetrics", "LoadMetrics", "TokenMetrics"],
     "moe_ffn.metrics.modular",
 )
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    _LAZY,
+    _CLASSES,
     extra="train",
     hint=" (the functions of moe_ffn.metrics.functional need only torch)",
 )
