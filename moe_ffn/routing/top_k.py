@@ -78,7 +78,7 @@ class TokenTableConfig(Config, frozen=True):
     vocab_size: int = Field(ge=1, le=MAX_COUNT)
     """Number of rows of the table."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of the hash function that fills the table; see `router.type: hash`."""
+    """Seed of the hash function that fills the table, as in the router `hash`."""
 
 
 class TopKOptionsConfig(LinearTopKConfig, frozen=True):
