@@ -16,7 +16,7 @@ from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUn
 
 # isort: split
 from moe_ffn.balancing import load_balancing_loss, router_z_loss
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, install
 from moe_ffn.config.lazy import lazy_names
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import (
@@ -113,4 +113,4 @@ _LAZY = {
 }
 """Names imported on first use: layers alone need no decoder, PyYAML or tokenizers."""
 
-__getattr__, __dir__ = lazy_names(__name__, _LAZY, extra="train")
+__getattr__, __dir__ = lazy_names(__name__, _LAZY, install=install("train"))

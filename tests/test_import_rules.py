@@ -248,7 +248,7 @@ def test_programs_without_their_packages_say_what_to_install(
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 2
-        message = "the programs need yaml; install with: pip install '.[train]'"
+        message = "the programs need yaml; install with: pip install -e '.[train]'"
         assert capsys.readouterr().err == f"error: {message}\n"
     with pytest.raises(ModuleNotFoundError) as raised:
         moe_ffn.train({})
@@ -274,7 +274,7 @@ def test_a_missing_package_ends_no_interpreter() -> None:
         [sys.executable, "-c", WITHOUT_YAML], capture_output=True, text=True, cwd=REPOSITORY
     )
 
-    need = "needs yaml; install with: pip install '.[train]'"
+    need = "needs yaml: pip install -e '.[train]'"
     assert done.stdout == f"moe_ffn.train {need}\n"
     assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: moe_ffn.")
     assert done.stderr.endswith(f"{need}\n")

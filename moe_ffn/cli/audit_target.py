@@ -48,6 +48,8 @@ class Target:
     """Findings from loading."""
     objective: ObjectiveConfig | None = None
     """Balancing of a run."""
+    num_steps: int | None = None
+    """Steps of a run."""
 
 
 def load_target(
@@ -74,6 +76,7 @@ def load_target(
             f"--base: '{folder}' is no adapter of peft, which has {ADAPTER_CONFIG}; leave it out"
         )
     model: Any
+    num_steps = None
     if is_transformers_folder(folder) and not is_model_folder(folder):
         model, info = load_with_info(folder, accepts_encoder=True)
         encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
@@ -86,11 +89,12 @@ def load_target(
         check_has_weights(folder)
         run = load_run(folder, trust_code=trust_code)
         model, tokenizer, objective = run.model, run.tokenizer, run.config.objective
+        num_steps = run.step
         if text is None:
             ids_BS = torch.from_numpy(text_of_run(run, num_tokens).windows).long()
-            return Target(model, ids_BS, "validation split", objective=objective)
+            return Target(model, ids_BS, "validation split", (), objective, num_steps)
     batch = _batch(tokenizer.encode, text, num_tokens, model.max_seq_len)
-    return Target(model, *batch, objective=objective)
+    return Target(model, *batch, (), objective, num_steps)
 
 
 def _loading(info: dict[str, Any]) -> tuple[Finding, ...]:

@@ -28,7 +28,7 @@ from moe_ffn.cli.parser import Parser, check_output, whole, write_output
 from moe_ffn.cli.results import plain_values
 from moe_ffn.config import trust
 from moe_ffn.config.base import Config
-from moe_ffn.config.errors import ConfigError, command, install
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.yaml_files import merge, read_yaml, validate
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.prepare import DataConfig, prepare, validation_batches
@@ -106,7 +106,9 @@ def main(argv: Sequence[str]) -> int:
     overrides = parse_overrides(dotted_options).get("data", {})
     device = device_of(args.device)
     if args.tasks is not None and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(f"--tasks: lm-eval is not installed; install with: {install('eval')}")
+        raise ConfigError(
+            "--tasks: lm-eval is not installed: pip install lm-eval 'pytablewriter>=1.2'"
+        )
     check_output("--json", args.json, "{")
     names_text = args.data is not None or "corpus" in overrides
     if is_model_folder(args.folder):

@@ -25,7 +25,7 @@ from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.report.html import compact
 from moe_ffn.runs import folder as run_folder
-from moe_ffn.runs.config import Resume, TrainConfig, saved_config
+from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.identity import resume_with
 from moe_ffn.runs.memory import training_needs
@@ -174,7 +174,7 @@ def find_resume(run: str, argv: Sequence[str]) -> Resume:
     arguments = [f"--config={folder / run_folder.CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
         parse(arguments)  # exits, and runs no custom code
-    own = saved_config(folder / run_folder.CONFIG_FILE)
+    own = run_folder.saved_config(folder)
     return resume_with(parse(arguments), own, folder, is_named=bool(run))
 
 

@@ -7,19 +7,16 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from moe_ffn.config.errors import install
-
 
 def lazy_names(
-    package: str, names: Mapping[str, str], extra: str | None = None, hint: str = ""
+    package: str, names: Mapping[str, str], install: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package whose attributes are imported on first use.
 
     Args:
         package: its `__name__`.
         names: public name -> the module that defines it.
-        extra: extra of this project that installs a missing package; None: the error of the import stays.
-        hint: end of the error, such as which names work without the package.
+        install: command for the error if a package is missing; None: the error of the import stays.
     """
 
     def get(name: str) -> Any:
@@ -27,9 +24,9 @@ def lazy_names(
             try:
                 return getattr(import_module(names[name]), name)
             except ModuleNotFoundError as error:
-                if extra is None:
+                if install is None:
                     raise
-                need = f"{package}.{name} needs {error.name}; install with: {install(extra)}{hint}"
+                need = f"{package}.{name} needs {error.name}: {install}"
                 raise ModuleNotFoundError(need, name=error.name) from error
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 

@@ -5,6 +5,7 @@ To add a kind, add a file to this folder and import its config in this `__init__
 
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.embeddings import SingleNeuronExpertsConfig, ValueExpertsConfig
+from moe_ffn.experts.low_precision import FakeQuantizedExpertsConfig
 from moe_ffn.experts.matrices import (
     ClampedSwiGLUExpertsConfig,
     GatedExpertsConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "ClampedSwiGLUExpertsConfig",
     "Experts",
     "ExpertsConfig",
+    "FakeQuantizedExpertsConfig",
     "GatedExpertsConfig",
     "InputWeightedExpertsConfig",
     "LatentExpertsConfig",

@@ -6,6 +6,7 @@ T tokens, D model width, E experts, F hidden width, O output width, I input widt
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -83,13 +84,17 @@ class MatrixExperts(Experts):
     activation: Activation
     down: nn.Parameter
     """(E, D, F)"""
+    before_products: Callable[[ExpertWeights], ExpertWeights] = staticmethod(
+        lambda weights: weights
+    )
+    """Function of the weights of this rank before each forward pass; a wrapper may set it."""
 
     @abstractmethod
     def weights(self) -> ExpertWeights: ...
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        weights = self.weights().with_adapters_of(self)
-        return run_experts(x_TD, plan, weights.on_this_rank(), self.config.backend)
+        weights = self.weights().with_adapters_of(self).on_this_rank()
+        return run_experts(x_TD, plan, self.before_products(weights), self.config.backend)
 
     @property
     def dropout(self) -> float:

@@ -62,6 +62,5 @@ _CLASSES: dict[str, str] = dict.fromkeys(
 __getattr__, __dir__ = lazy_names(
     __name__,
     _CLASSES,
-    extra="train",
-    hint=" (the functions of moe_ffn.metrics.functional need only torch)",
+    install="pip install torchmetrics (the functions of moe_ffn.metrics.functional need only torch)",
 )

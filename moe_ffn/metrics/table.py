@@ -466,8 +466,17 @@ RUN_METRICS = _table(
         title="Objective",
         quantity="objective",
         unit="nats per token",
-        formula="loss plus weighted balancing losses, which training minimises",
+        formula="loss (averaged with a teacher's, if any) plus weighted balancing losses",
         healthy="falls with the loss",
+        rows=("train",),
+    ),
+    Metric(
+        key="distillation",
+        title="Distillation loss",
+        quantity="KL(teacher || model)",
+        unit="nats per token",
+        formula="temperature^2 * KL(teacher || model), a term of the objective of a run with a teacher",
+        healthy="falls",
         rows=("train",),
     ),
     Metric(

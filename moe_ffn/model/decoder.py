@@ -362,6 +362,8 @@ class Decoder(nn.Module):
         super().__init__()
         require_count(vocab_size, "vocab_size")
         require_count(max_seq_len, "max_seq_len")
+        positions = config.positions.for_length(max_seq_len)
+        config = config.model_copy(update={"positions": positions})
         self.config = config
         self.max_seq_len = max_seq_len
         self.embedding = nn.Embedding(vocab_size, config.d_model)

@@ -28,7 +28,7 @@ from moe_ffn.files import read_text
 from moe_ffn.metrics.load_summary import summarize_load
 from moe_ffn.model.decoder import Decoder, DecoderOutput, short_name
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.config import TrainConfig, saved_config
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import warn_if_code_changed
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
@@ -44,6 +44,7 @@ from moe_ffn.runs.folder import (
     check_is_run,
     is_training,
     reading,
+    saved_config,
 )
 from moe_ffn.runs.identity import identity_of_weights
 from moe_ffn.runs.json_files import AlarmLine, Facts, Summary
@@ -173,7 +174,7 @@ class Run:
     def config(self) -> TrainConfig:
         """Options of the run. Raises ConfigError if one is missing, or names code that is not trusted."""
         with accepting_code(self.trust_code):
-            return saved_config(self.folder / CONFIG_FILE)
+            return saved_config(self.folder)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -377,7 +378,7 @@ def load_model(folder: Path) -> SavedModel:
             not trusted.
     """
     check_has_weights(folder)
-    config = saved_config(folder / CONFIG_FILE)
+    config = saved_config(folder)
     warn_if_code_changed(folder)
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     with explaining_custom_errors():

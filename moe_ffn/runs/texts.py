@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.data.corpus import read_text_documents
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.split import Documents, changed
@@ -61,6 +61,7 @@ def read_text(path: Path, limit: int | None = None) -> bytes:
     Raises:
         ConfigError: the file cannot be read.
     """
+    path = expand_path(str(path), "--text")
     try:
         with path.open("rb") as file:
             return file.read(-1 if limit is None else limit)

@@ -129,6 +129,9 @@ class LanguageModel(LightningModule):
         self.guard = StepGuard(guard)
         self.skipped_step: SkippedStep | None = None
         """The last optimizer step if it was skipped, otherwise None."""
+        self._teacher: tuple[
+            Decoder, ...
+        ] = ()  # in a tuple, so that no checkpoint holds its weights
         self._step_batches: list[LoadedBatch] = []
         self._step_losses: list[Tensor] = []
         # Plain values only, so that the checkpoint loads with weights_only=True.
@@ -158,10 +161,19 @@ class LanguageModel(LightningModule):
         else:
             _copy_into(self.decoder, weights)
 
+    def learn_from(self, teacher: Decoder) -> None:
+        """Set the teacher of `objective.distill`, a decoder in evaluation mode; each rank holds it whole."""
+        self._teacher = (teacher,)
+
     def setup(self, stage: str) -> None:
         # Lightning converts the module only after it has read a checkpoint, which would round float64 weights
         # to float32.
-        self.trainer.precision_plugin.convert_module(self)
+        convert = self.trainer.precision_plugin.convert_module
+        convert(self)
+        self._teacher = tuple(
+            cast("Decoder", convert(teacher)).to(self.trainer.strategy.root_device)
+            for teacher in self._teacher
+        )
 
     def configure_model(self) -> None:
         if self._is_configured:  # Lightning calls this hook again before `trainer.validate`
@@ -233,7 +245,7 @@ class LanguageModel(LightningModule):
         routings = {layer: routing.detach() for layer, routing in output.routings.items()}
         if needs_step_totals(self.objective_config) and not self._counts_ahead:
             self._step_totals = count_step([routings], self._sum_over_ranks, self._num_ranks)
-        losses = self._objective(output, target_ids)
+        losses = self._objective(output, input_ids, target_ids)
         self.balance_updater.observe(routings, self.decoder.routers())
         self._step_batches.append(batch)
         self._step_losses.append(losses.total.detach())
@@ -354,7 +366,7 @@ class LanguageModel(LightningModule):
                 # `_call_impl` is not compiled, so that the hooks of inner modules run; unlike `forward`, it
                 # also runs the decoder's own hooks, which gather a sharded model.
                 output = cast("DecoderOutput", self.decoder._call_impl(input_ids))
-                return self._objective(output, target_ids)
+                return self._objective(output, input_ids, target_ids)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
         # A sharded model holds whole weights only while its hooks run, so no gradient can be computed here.
@@ -394,7 +406,9 @@ class LanguageModel(LightningModule):
         entropy = [self.seed, index, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
-    def _objective(self, output: DecoderOutput, target_ids: Tensor) -> Objective:
+    def _objective(self, output: DecoderOutput, input_ids: Tensor, target_ids: Tensor) -> Objective:
+        with torch.no_grad():
+            teacher_logits = [teacher(input_ids).logits for teacher in self._teacher]
         return objective(
             output.logits,
             target_ids,
@@ -402,6 +416,7 @@ class LanguageModel(LightningModule):
             self.objective_config,
             sparsity_weight=self.balance_updater.sparsity_weight,
             step_totals=self._step_totals,
+            teacher_logits_BSV=next(iter(teacher_logits), None),
         )
 
     def _inputs_and_targets(

@@ -1,4 +1,4 @@
-"""The objective of a step (cross-entropy plus weighted balancing losses), and updates without gradients.
+"""The objective of a step (cross-entropy, distillation, balancing losses), and updates without gradients.
 
 B batch, S sequence, V vocabulary, E experts
 """
@@ -29,6 +29,7 @@ from moe_ffn.balancing.losses import (
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing, SparsityTargetRouting
 from moe_ffn.routing.base import Router
+from moe_ffn.training.distillation import DistillConfig, distillation_loss
 
 IGNORED_TARGET = -100
 """Target of positions that do not contribute to a loss, such as padding."""
@@ -50,6 +51,8 @@ class ObjectiveConfig(BalancingWeights, frozen=True):
     """Rule that updates the bias of routers with correction_bias; other routers ignore it."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
     """Fraction of the tokens to predict if `model.causal` is false."""
+    distill: DistillConfig | None = None
+    """Teacher whose predictions the model learns beside the text; null: no teacher."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,19 @@ class Objective:
     balancing: dict[str, Tensor]
     """Balancing losses by name, unweighted; means over the sparse layers, except `load_balance_pooled`."""
 
+    distillation: Tensor | None = None
+    """Distillation loss, scalar, unweighted; None without a teacher."""
+
+    @property
+    def other_terms(self) -> dict[str, Tensor]:
+        """Terms beside the cross-entropy by name, unweighted."""
+        terms = {} if self.distillation is None else {"distillation": self.distillation}
+        return terms | self.balancing
+
     def detach(self) -> Objective:
         balancing = {name: value.detach() for name, value in self.balancing.items()}
-        return Objective(self.total.detach(), self.cross_entropy.detach(), balancing)
+        distillation = None if self.distillation is None else self.distillation.detach()
+        return Objective(self.total.detach(), self.cross_entropy.detach(), balancing, distillation)
 
 
 def cross_entropy_of(
@@ -91,20 +104,30 @@ def objective(
     *,
     sparsity_weight: Tensor | None = None,
     step_totals: StepTotals | None = None,
+    teacher_logits_BSV: Tensor | None = None,
 ) -> Objective:
-    """Return the cross-entropy plus each balancing loss times its weight.
+    """Return the cross-entropy, or its average with a distillation loss, plus weighted balancing losses.
 
     A loss of weight 0 is computed only if it is `logged_at_zero_weight`.
 
     Args:
         sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; None for the initial weight.
         step_totals: counts over the optimizer step; None if this batch is the whole step.
+        teacher_logits_BSV: logits of the teacher of `weights.distill`, if there is one.
     """
     cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
     if sparsity_weight is None:
         sparsity_weight = cross_entropy.new_tensor(weights.sparsity_rule.initial_weight)
     balancing: dict[str, Tensor] = {}
-    total = cross_entropy
+    total, distillation = cross_entropy, None
+    if weights.distill is not None and teacher_logits_BSV is not None:
+        distillation = distillation_loss(
+            logits_BSV,
+            teacher_logits_BSV,
+            target_ids_BS != IGNORED_TARGET,
+            weights.distill.temperature,
+        )
+        total = torch.lerp(cross_entropy, distillation, weights.distill.weight)
     for name, loss in BALANCING_LOSSES.items():
         weight = sparsity_weight if loss.weight_set_by_rule else getattr(weights, name)
         if not (loss.logged_at_zero_weight or weight):
@@ -113,7 +136,7 @@ def objective(
         if value is not None:
             balancing[name] = value
             total = total + weight * value
-    return Objective(total, cross_entropy, balancing)
+    return Objective(total, cross_entropy, balancing, distillation)
 
 
 def needs_step_totals(weights: ObjectiveConfig) -> bool:

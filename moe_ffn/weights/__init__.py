@@ -11,6 +11,7 @@ initialiser.py       a model made from a trained model without training; one fil
 
 from typing import TYPE_CHECKING
 
+from moe_ffn.config.errors import install
 from moe_ffn.config.lazy import lazy_names
 from moe_ffn.weights.carve import CarveConfig, carve
 from moe_ffn.weights.initialiser import InitialiserConfig
@@ -49,4 +50,4 @@ __all__ = [
     "upcycle",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _LAZY, extra="train")
+__getattr__, __dir__ = lazy_names(__name__, _LAZY, install=install("train"))

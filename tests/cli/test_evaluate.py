@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ffn.config.errors import install
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.tiny_runs import run_here, trained
@@ -186,7 +185,7 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     done = run_here(str(trained()), "--tasks", "x", program="moe_ffn.cli.evaluate")
     assert done.code == 2
     assert done.own_lines == [
-        "error: --tasks: lm-eval is not installed; install with: " + install("eval")
+        "error: --tasks: lm-eval is not installed: pip install lm-eval 'pytablewriter>=1.2'"
     ]
 
 

@@ -873,6 +873,12 @@ def a_weight_of_nan() -> Case:
     return case
 
 
+def test_balance_is_not_judged_after_few_steps() -> None:
+    case = a_router_with_one_favourite()
+    assert "health" in problems(audit(case.model, case.batch, num_steps=50))
+    assert "health" not in problems(audit(case.model, case.batch, num_steps=49))
+
+
 # order of converted weights
 
 

@@ -20,6 +20,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+import moe_ffn
+from moe_ffn import DecoderConfig
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.parallel.sharding import full_tensor
 from moe_ffn.runs.config import TrainConfig
@@ -55,7 +57,12 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "relu": MOE | {"router": {"type": "relu", "k": 2}},
     "threshold": MOE | {"router": {"type": "expert_threshold", "k": 2}},
     "chain": {"type": "chain_of_experts", "ffn": MOE | {"router": ONE_OF_ALL}},
-    "few": MOE | {"num_experts": 2, "router": {"type": "top_k", "k": 1}},
+    "few": MOE
+    | {
+        "num_experts": 2,
+        "router": {"type": "top_k", "k": 1},
+        "experts": {"type": "fake_quantized"},
+    },
 }
 """A layer of each kind; `few` has fewer experts than some layouts have ranks, `chain` has two rounds."""
 
@@ -76,6 +83,7 @@ def step_of(
     num_parts: int,
     optimizer: dict[str, Any] = SGD,
     device: str = "cpu",
+    teacher: str | None = None,
 ) -> TrainConfig:
     """One step on so many small batches, by so many ranks at a time, of layers with these blocks."""
     ffn, *others = [BLOCKS[block] for block in blocks.split()]
@@ -83,7 +91,11 @@ def step_of(
     return make_config(
         model={"num_layers": 1 + max(1, len(others)), "ffn": ffn, "ffn_at": ffn_at},
         # Unlike signs, quantiles show how many batches and ranks their sum is divided by.
-        objective={"load_balance_global": 0.1, "bias_rule": {"type": "quantile"}},
+        objective={
+            "load_balance_global": 0.1,
+            "bias_rule": {"type": "quantile"},
+            "distill": teacher and {"teacher": teacher},
+        },
         data={"batch_size": BATCH * num_ranks},
         optimizer=optimizer,
         trainer={
@@ -112,9 +124,11 @@ def require_the_step_of_one_process(
     """No tensor of a rank differs by more than the rounding of float32, relative to its largest number."""
     layout = LAYOUTS[name]
     num_parts = accumulated * layout.num_ranks
+    teacher = str(folder / "teacher")
+    moe_ffn.save_pretrained(DecoderConfig(d_model=8, num_layers=1).build(257, 16), teacher)
 
     def step(blocks: str, num_ranks: int) -> TrainConfig:
-        return step_of(make_config, blocks, num_ranks, num_parts, device=device)
+        return step_of(make_config, blocks, num_ranks, num_parts, device=device, teacher=teacher)
 
     given = {blocks: step(blocks, layout.num_ranks) for blocks in models}, layout, folder
     of_ranks = on_ranks(layout.num_ranks, folder, steps_on_a_rank, *given, device=device)

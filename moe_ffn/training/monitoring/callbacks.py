@@ -231,7 +231,7 @@ class _LossWindow(Checkpointed):
     def add(self, outputs: TrainStepOutput, tokens: int) -> None:
         losses = outputs["objective"]
         self.batch_losses.append(
-            {"loss": losses.cross_entropy, "objective": losses.total, **losses.balancing}
+            {"loss": losses.cross_entropy, "objective": losses.total, **losses.other_terms}
         )
         self.tokens += tokens
 
