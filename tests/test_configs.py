@@ -37,7 +37,7 @@ CONFIGS = sorted({*FOLDER.glob("**/*.yaml")} - {*STUDIES} - {*PUBLISHED})
 VOCAB, SEQ_LEN = 64, 16
 WIDTHS = {
     "d_model": 32,
-    "d_ff": 24,
+    "d_ff": 32,
     "head_dim": 16,
     "kv_rank": 8,
     "query_rank": 12,
