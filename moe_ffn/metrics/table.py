@@ -475,7 +475,7 @@ RUN_METRICS = _table(
         title="Distillation loss",
         quantity="KL(teacher || model)",
         unit="nats per token",
-        formula="temperature^2 * KL(teacher || model), a term of the objective of a run with a teacher",
+        formula="temperature^2 * KL(teacher, model), a term of the objective of a run with a teacher",
         healthy="falls",
         rows=("train",),
     ),
