@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.interop.audit.findings import LOADING, Finding, Verdict, places
-from moe_ffn.interop.transformers_folder import (
+from moe_ffn.interop.load_models import (
     ADAPTER_CONFIG,
     base_of_adapter,
     encode_utf8,
@@ -25,9 +25,10 @@ from moe_ffn.interop.transformers_folder import (
     load_with_info,
     max_length_of,
 )
-from moe_ffn.report.inspect.text import read_text, text_of_run
+from moe_ffn.report.inspect.text import text_of_run
 from moe_ffn.runs.folder import check_has_weights
 from moe_ffn.runs.reader import load_run
+from moe_ffn.runs.texts import read_text
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 

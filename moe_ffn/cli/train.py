@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from moe_ffn.cli import require_packages
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_SIGNAL, announce_import
 from moe_ffn.cli.parser import Parser
@@ -110,7 +111,9 @@ def train(options: Mapping[str, Any] | str | Path) -> Run:
     Raises:
         ConfigError: one line per mistake in the options.
         TrainingError: training failed, diverged or was interrupted.
+        ModuleNotFoundError: a package of the extra `train` is missing.
     """
+    require_packages()
     if not isinstance(options, Mapping):
         options = read_yaml(Path(options), where=f"'{options}'")
     folder = _train(validate(TrainConfig, merge(TrainConfig().to_dict(), options)), None)

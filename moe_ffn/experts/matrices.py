@@ -19,7 +19,6 @@ from moe_ffn.config.sizes import (
     HiddenWidth,
     gated_width,
     given_width,
-    init_linear_,
     linear_flops,
     linear_params,
     round_width,
@@ -32,7 +31,7 @@ from moe_ffn.kernels.activations import (
     GLUOptions,
     SoftCapOptions,
 )
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.base import ExpertWeights, init_linear_
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
 from moe_ffn.outputs import Plan
 
@@ -230,13 +229,3 @@ class GatedExperts(MatrixExperts):
     def up(self) -> Tensor:
         """(E, F, D)"""
         return self.gate_up.chunk(2, dim=1)[1]
-
-    @property
-    def gate_bias(self) -> Tensor | None:
-        """(E, F)"""
-        return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[0]
-
-    @property
-    def up_bias(self) -> Tensor | None:
-        """(E, F)"""
-        return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[1]

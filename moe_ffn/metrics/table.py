@@ -475,7 +475,7 @@ RUN_METRICS = _table(
         title="Distillation loss",
         quantity="KL(teacher || model)",
         unit="nats per token",
-        formula="temperature^2 * KL(teacher || model), a term of the objective of a run with a teacher",
+        formula="temperature^2 * KL(teacher, model), a term of the objective of a run with a teacher",
         healthy="falls",
         rows=("train",),
     ),
@@ -493,7 +493,7 @@ RUN_METRICS = _table(
 """Metrics of the whole model. Rows also have `train/NAME` for each loss of `BALANCING_LOSSES`."""
 
 
-def layer_measures() -> list[Metric]:
+def metrics_per_layer() -> list[Metric]:
     """Return the metrics with one value per layer."""
     return [metric for metric in LAYER_METRICS.values() if metric.per == "layer"]
 

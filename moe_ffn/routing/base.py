@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.config.errors import ConfigError, Unsupported, UseCase
-from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
-from moe_ffn.kernels.base import without_autocast
-from moe_ffn.kernels.native.routing import float32_linear, float32_linear_backward
+from moe_ffn.config.sizes import linear_flops, linear_params
+from moe_ffn.kernels.base import init_linear_, without_autocast
+from moe_ffn.kernels.routing import float32_linear, float32_linear_backward
 from moe_ffn.outputs import Routing, TokenContext
 
 
@@ -189,7 +189,7 @@ class Router(nn.Module, ABC):
     """True if the router uses `TokenContext.expert_ids` instead of its own choice."""
 
     correction_bias_E: Tensor | None
-    """float32, added to the scores for selection only. A rule of `moe_ffn.balancing.bias_rules` changes it
+    """float32, added to the scores for selection only. A rule of `moe_ffn.balancing` changes it
     between optimizer steps; `forward` never does. None for a router without a correction bias."""
 
     def __init__(self) -> None:

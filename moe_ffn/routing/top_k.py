@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config
-from moe_ffn.kernels.native.routing import top_k
+from moe_ffn.kernels.routing import top_k
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
@@ -78,7 +78,7 @@ class TokenTableConfig(Config, frozen=True):
     vocab_size: int = Field(ge=1, le=MAX_COUNT)
     """Number of rows of the table."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of the hash function that fills the table; see `router.type: hash`."""
+    """Seed of the hash function that fills the table, as in the router `hash`."""
 
 
 class TopKOptionsConfig(LinearTopKConfig, frozen=True):

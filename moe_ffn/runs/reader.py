@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_ffn import html_repr
+from moe_ffn import notebook_cards
 from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.trust import accepting_code
@@ -157,12 +157,12 @@ class Run:
         }
         page = self.folder / REPORT_FILE
         parts = [
-            html_repr.curve(self.series("train/loss").values, "training loss"),
-            html_repr.load_table(loads) if loads else "",
-            html_repr.link(str(page), "report") if page.is_file() else "",
+            notebook_cards.curve(self.series("train/loss").values, "training loss"),
+            notebook_cards.load_table(loads) if loads else "",
+            notebook_cards.link(str(page), "report") if page.is_file() else "",
         ]
         block = self.option("model.ffn.type")
-        return html_repr.card(f"{self.name}: {block}, {self.state}", facts, *parts)
+        return notebook_cards.card(f"{self.name}: {block}, {self.state}", facts, *parts)
 
     @cached_property
     def saved_model(self) -> SavedModel:

@@ -25,7 +25,7 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.positions import RotaryConfig, RotaryScalingConfig, YarnConfig, yarn_mscale
 from moe_ffn.weights.options import LlamaCpp
 from moe_ffn.weights.pretrained import naming_failures
-from moe_ffn.weights.to_transformers import Export, choose_architecture, their_tensors
+from moe_ffn.weights.to_transformers import Export, choose_architecture, hf_tensors
 
 SUFFIX = ".gguf"
 
@@ -182,7 +182,7 @@ def _tensors(gguf: Any, decoder: Decoder, export: Export) -> dict[str, Callable[
         heads["q_proj"] = ours["attention.num_heads"]
         heads["k_proj"] = ours["attention.num_kv_heads"]
     parts: dict[str, list[Callable[[], Tensor]]] = {}
-    for name, make in their_tensors(decoder, export)[1].items():
+    for name, make in hf_tensors(decoder, export)[1].items():
         match = _EXPERT.fullmatch(name)
         name = name.replace("score_correction_bias", "score_correction.bias")
         parts.setdefault(f"{match[1]}.{match[3]}" if match else name, []).append(make)

@@ -80,7 +80,7 @@ def export_transformers(
     """
     folder = Path(folder).absolute()
     export = choose_architecture(decoder, has_tokenizer=tokenizer is not None)
-    sizes, makers = their_tensors(decoder, export)
+    sizes, makers = hf_tensors(decoder, export)
     config = {
         **export.options,
         "model_type": export.family.model_type,
@@ -327,7 +327,7 @@ def _path(path: str) -> str:
     return f"ffn{dot}{rest}" if kind in ("sparse", "dense") else path
 
 
-def their_tensors(
+def hf_tensors(
     decoder: Decoder, export: Export
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
     """Return the sizes of their tensors in bytes, and functions that make them."""
