@@ -1,6 +1,7 @@
-"""The objective of a step (cross-entropy, distillation, balancing losses), and updates without gradients.
+"""The objective of a step (cross-entropy, distillation, balancing losses), the gradient of the coupling loss,
+and updates without gradients.
 
-B batch, S sequence, V vocabulary, E experts
+B batch, S sequence, V vocabulary, E experts, D model width, F hidden width
 """
 
 from __future__ import annotations

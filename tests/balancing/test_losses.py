@@ -255,7 +255,10 @@ def test_the_coupling_loss_and_its_gradients_are_those_of_loops(alpha: float) ->
     inputs = [
         torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((5, 6), (5, 4, 6))
     ]
-    found, expected = (loss(*inputs, alpha) for loss in (coupling_loss, coupling_of_loops))
+    proxies_ED, gate_EFD = inputs
+    found, expected = (
+        loss(proxies_ED, gate_EFD, alpha) for loss in (coupling_loss, coupling_of_loops)
+    )
     assert found.item() > 0.1
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     for ours, theirs in zip(

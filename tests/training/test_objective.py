@@ -287,6 +287,7 @@ def test_the_gradient_of_coupling_is_that_of_the_mean_over_layers(
             assert parameter.grad is None or not parameter.grad.any(), name
         else:
             coupled.add(name.split(".", 3)[-1])
+            assert parameter.grad is not None
             added = parameter.grad - before if "router.proj" in name else parameter.grad
             torch.testing.assert_close(added, gradient, rtol=1e-4, atol=1e-6, msg=name)
     assert {"router.projection.weight"} < coupled
