@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,
     "training": FOUNDATION
-    | {"balancing", "metrics", "model", "data", "ffn", "routing", "parallel"},
+    | {"balancing", "metrics", "model", "data", "ffn", "routing", "experts", "parallel"},
 }
 for _package, _below in {
     "runs": {"training", "testing", "experts", "ffn"},

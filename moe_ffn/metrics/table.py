@@ -462,6 +462,16 @@ RUN_METRICS = _table(
         rows=("train",),
     ),
     Metric(
+        key="coupling",
+        title="Expert-router coupling",
+        quantity="loss, before its weight",
+        formula="mean over layers and pairs of experts of relu(M_ij - alpha M_ii) + relu(M_ji - alpha M_ii), "
+        "M_ij the norm of expert j's response to row i of the router; at the row's last step",
+        healthy="near 0; falls within the first steps",
+        source="[Lv 2025](https://arxiv.org/abs/2512.23447)",
+        rows=("train",),
+    ),
+    Metric(
         key="objective",
         title="Objective",
         quantity="objective",

@@ -97,14 +97,18 @@ class TrainConfig(Config, frozen=True):
 
     @model_validator(mode="after")
     def _check_objective_against_routers(self) -> TrainConfig:
-        routers = [
-            (short_name(layer), info.router, info.num_experts)
-            for layer, info in self.model.router_infos().items()
-        ]
+        infos = {short_name(layer): info for layer, info in self.model.router_infos().items()}
+        routers = [(layer, info.router, info.num_experts) for layer, info in infos.items()]
         for name, loss in BALANCING_LOSSES.items():
             weight = 0 if loss.weight_set_by_rule else getattr(self.objective, name)
             if weight and (unsupported_reason := loss.unsupported_reason(routers)):
                 raise ValueError(f"objective.{name} ({weight:g}) {unsupported_reason}")
+        rule = self.objective.bias_rule
+        if reason := rule.unsupported_reason(routers):
+            raise ValueError(f"objective.bias_rule.type ('{rule.type}') {reason}")
+        coupling = self.objective.coupling
+        if coupling and (reason := coupling.unsupported_reason(infos)):
+            raise ValueError(f"objective.coupling {reason}")
         return self
 
 

@@ -32,6 +32,7 @@ from moe_ffn.training.objective import (
     BalanceUpdater,
     Objective,
     ObjectiveConfig,
+    add_coupling_gradient,
     cross_entropy_of,
     inputs_and_targets,
     needs_step_totals,
@@ -126,6 +127,8 @@ class LanguageModel(LightningModule):
         self._step_totals: StepTotals | None = None
         self.validation_metrics = LanguageMetrics()
         self.gradient_norm = torch.zeros(())
+        self.coupling: Tensor | None = None
+        """Coupling loss of the last step; None without one."""
         self.guard = StepGuard(guard)
         self.skipped_step: SkippedStep | None = None
         """The last optimizer step if it was skipped, otherwise None."""
@@ -300,6 +303,9 @@ class LanguageModel(LightningModule):
         self.zero_grad(set_to_none=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if (config := self.objective_config.coupling) is not None:
+            seed = _seed_of(self.seed, self.trainer.global_step)
+            self.coupling = add_coupling_gradient(self.decoder, config, seed)
         norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
         self.gradient_norm = norm.detach()
         if self._check_step():
@@ -403,8 +409,7 @@ class LanguageModel(LightningModule):
     def _seed_batch(self, index: int) -> None:
         # Random numbers depend only on the batch and the rank, so that a resumed run equals an uninterrupted
         # run to the bit, without generator states in the checkpoint.
-        entropy = [self.seed, index, self.global_rank]
-        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+        torch.manual_seed(_seed_of(self.seed, index, self.global_rank))
 
     def _objective(self, output: DecoderOutput, input_ids: Tensor, target_ids: Tensor) -> Objective:
         with torch.no_grad():
@@ -461,6 +466,10 @@ class LanguageModel(LightningModule):
         summed = self.trainer.strategy.reduce(value, reduce_op="sum")
         assert isinstance(summed, Tensor)
         return summed
+
+
+def _seed_of(*entropy: int) -> int:
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
 
 
 @torch.no_grad()

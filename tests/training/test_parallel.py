@@ -63,11 +63,23 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "router": {"type": "top_k", "k": 1},
         "experts": {"type": "fake_quantized"},
     },
+    "kimi": MOE
+    | {
+        "router": "sigmoid_top_k",
+        "experts": {"type": "latent", "width": 16, "experts": {"type": "normed", "output": {}}},
+        "shared_expert": "swiglu",
+    },
 }
 """A layer of each kind; `few` has fewer experts than some layouts have ranks, `chain` has two rounds."""
 
 MODELS = ["capacity sigmoid shared nested", "few threshold chain"]
 """Blocks of the layers; `dropless` and `relu` differ from some of them in nothing that a rank does."""
+
+# Unlike signs, quantiles show how many batches and ranks their sum is divided by.
+OBJECTIVE: dict[str, Any] = {"load_balance_global": 0.1, "bias_rule": "quantile"}
+COUPLED = "kimi sigmoid"
+OF_COUPLED: dict[str, Any] = {"bias_rule": "global_quantile", "coupling": {"alpha": 0.5}}
+"""Blocks of a model with an objective of its own: a histogram of all ranks, and a loss of weights."""
 
 # Sums of some hundred float32 products, added up in another order.
 FLOAT32 = 1e-5
@@ -90,10 +102,8 @@ def step_of(
     ffn_at = {str(layer): other for layer, other in enumerate(others, start=1)}
     return make_config(
         model={"num_layers": 1 + max(1, len(others)), "ffn": ffn, "ffn_at": ffn_at},
-        # Unlike signs, quantiles show how many batches and ranks their sum is divided by.
         objective={
-            "load_balance_global": 0.1,
-            "bias_rule": {"type": "quantile"},
+            **(OF_COUPLED if blocks == COUPLED else OBJECTIVE),
             "distill": teacher and {"teacher": teacher},
         },
         data={"batch_size": BATCH * num_ranks},
@@ -146,7 +156,11 @@ def require_the_step_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("name", "models"), [("DDP 2", ["capacity sigmoid threshold"]), ("EP 2 x FSDP 2", MODELS)]
+    ("name", "models"),
+    [
+        ("DDP 2", ["capacity sigmoid threshold", COUPLED]),
+        ("EP 2 x FSDP 2", [*MODELS, COUPLED]),
+    ],
 )
 def test_ranks_take_the_step_of_one_process(
     name: str, models: list[str], make_config: MakeConfig, tmp_path: Path
@@ -205,7 +219,7 @@ def test_every_layout_takes_the_step_of_one_process(
     there, needed = torch.cuda.device_count(), LAYOUTS[name].num_ranks
     if device == "cuda" and there < needed:
         pytest.skip(f"a rank has a GPU of its own: {name} needs {needed}, this machine has {there}")
-    models = [*MODELS, "dropless relu"]
+    models = [*MODELS, "dropless relu", COUPLED]
     if name == "EP 4":
         models[1] = models[1].removeprefix("few ")
     require_the_step_of_one_process(make_config, tmp_path, name, accumulated, models, device)
