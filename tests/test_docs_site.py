@@ -162,8 +162,8 @@ def test_every_link_leads_somewhere(name: str) -> None:
 
 
 @cache
-def option_paths() -> set[str]:
-    """All dotted paths of all types, as far as blocks nest once."""
+def known_options() -> set[str]:
+    """`a.b.c`, `b.c` and `c` of all dotted paths of all types, as far as blocks nest once."""
     paths: set[str] = set()
 
     def walk(option: Option, depth: int) -> None:
@@ -177,13 +177,9 @@ def option_paths() -> set[str]:
             walk(child, depth - 1)
 
     walk(option_tree(TrainConfig, TrainConfig().to_dict()), 6)
-    return paths
-
-
-def endings(path: str) -> list[str]:
-    """`a.b.c`, `b.c` and `c` of a path."""
-    parts = path.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
+    return {
+        ".".join(path.split(".")[start:]) for path in paths for start in range(path.count(".") + 1)
+    }
 
 
 DOTTED = re.compile(r"`(?:--)?([a-z]\w*(?:\.[a-z]\w*)+)(?:`|[: ][^`]*`)")
@@ -196,7 +192,7 @@ OTHER = re.compile(
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_option_named_in_a_page_exists(name: str) -> None:
     text = without_code(PAGES[name].read_text(encoding="utf-8"))
-    known = {end for path in option_paths() for end in endings(path)}
+    known = known_options()
     sections = {path.partition(".")[0] for path in known if "." in path}
     for path in DOTTED.findall(text):
         is_option = path.partition(".")[0] in sections and not OTHER.search(path)
