@@ -16,6 +16,7 @@ import pytest
 import moe_ffn
 from moe_ffn.cli.__main__ import PROGRAMS, run
 from moe_ffn.config.option_tree import Option, members_of, option_tree
+from moe_ffn.config.yaml_files import merge
 from moe_ffn.runs.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +54,11 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of a sweep, which trains in another process
+    train, short = (
+        moe_ffn.train,
+        {"sample": {"num_tokens": 4}, "logging": {"wandb": {"mode": "disabled"}}},
+    )
+    monkeypatch.setattr(moe_ffn, "train", lambda given: train(merge(given, short)))
     Path("text.txt").write_text("def f(x):\n    return x\nthe cat sat on a mat\n" * 80)
 
 

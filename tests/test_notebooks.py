@@ -58,8 +58,13 @@ def test_a_notebook_runs_and_shows_every_value(
     monkeypatch.chdir(folder)
     if not is_whole:
         corpus = {"type": "text", "paths": [str(DOCS / "howto/backend.md")]}
-        data = {"corpus": corpus, "validation_tokens": 1024}
-        train, few = moe_ffn.train, {"trainer": {"max_steps": 4}, "data": data}
+        few: dict[str, Any] = {
+            "trainer": {"max_steps": 4},
+            "data": {"corpus": corpus, "validation_tokens": 1024},
+            "logging": {"wandb": {"mode": "disabled"}},
+            "sample": {"num_tokens": 4},
+        }
+        train = moe_ffn.train
         monkeypatch.setattr(moe_ffn, "train", lambda given: train(merge(given, few)))
     names: dict[str, Any] = {}
     cells = list(run_notebook(path, names))
