@@ -47,7 +47,7 @@ def _with_defaults(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     If this version cannot read the options of a run, or they name untrusted code, nothing changes.
     """
     with suppress(ConfigError), only_trusted_code(Path()):
-        return [_completed(json.dumps({**run, "seed": 0, "run": {}})) for run in runs]
+        return [_completed(json.dumps({**run, "seed": 0, "run": {}}, default=str)) for run in runs]
     return runs
 
 
