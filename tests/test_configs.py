@@ -157,7 +157,7 @@ def step(module: LanguageModel) -> Any:
 @pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
 def test_every_arm_of_a_study_makes_a_training_step(path: Path) -> None:
     study = StudyConfig.read(path)
-    runs = study.planned_runs()
+    runs = study.model_copy(update={"seeds": study.seeds[:1]}).planned_runs()
     assert {run.main_arm for run in runs} == set(study.arm_names)
     assert study.question
     for run in {run.main_arm: run for run in runs}.values():
