@@ -48,6 +48,7 @@ CURVES = {
     "tokens": ("Tokens read", {"tokens": "train/tokens"}),
     "tokens_per_second": ("Throughput", {"training": "train/tokens_per_second"}),
     "learning_rate": ("Learning rate", {"learning rate": "train/learning_rate"}),
+    "distillation": ("Distillation loss", {"KL(teacher | model)": "train/distillation"}),
     "coupling": ("Expert-router coupling", {"loss, before its weight": "train/coupling"}),
     "gradient_norm": ("Gradient norm", {"gradient norm": "train/gradient_norm"}),
     "objective": ("Objective", {"objective": "train/objective"}),
@@ -58,7 +59,7 @@ CURVES = {
 @pytest.mark.parametrize("key", RUN_METRICS)
 def test_a_curve_has_the_rows_of_its_columns(run: Run, key: str) -> None:
     title, columns = CURVES[key]
-    if key in ("skipped_steps", "coupling"):
+    if key in ("skipped_steps", "distillation", "coupling"):
         with pytest.raises(NotMeasuredError, match=f"run 'moe' has no train/{key}"):
             figures.curve(run, key)
         return
