@@ -14,6 +14,7 @@ from moe_ffn.routing.base import MeanKConfig as MeanKConfig
 from moe_ffn.routing.base import Router as Router
 from moe_ffn.routing.base import RouterConfig as RouterConfig
 from moe_ffn.routing.base import routing_of_pairs as routing_of_pairs
+from moe_ffn.routing.elastic_top_k import ElasticTopKRouterConfig as ElasticTopKRouterConfig
 from moe_ffn.routing.expert_choice import ExpertChoiceRouterConfig as ExpertChoiceRouterConfig
 from moe_ffn.routing.expert_threshold import (
     ExpertThresholdRouterConfig as ExpertThresholdRouterConfig,

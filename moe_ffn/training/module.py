@@ -391,8 +391,11 @@ class LanguageModel(LightningModule):
     def _seed_batch(self, index: int) -> None:
         # Random numbers depend only on the batch and the rank, so that a resumed run equals an uninterrupted
         # run to the bit, without generator states in the checkpoint.
-        entropy = [self.seed, index, self.global_rank]
-        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+        torch.manual_seed(_seed_of(self.seed, index, self.global_rank))
+        step = index // self._batches_per_step
+        generator = torch.Generator().manual_seed(_seed_of(self.seed, step, spawn_key=(0,)))
+        for router in self.decoder.routers().values():
+            router.begin_step(generator)
 
     def _objective(self, output: DecoderOutput, target_ids: Tensor) -> Objective:
         return objective(
@@ -418,8 +421,11 @@ class LanguageModel(LightningModule):
     @property
     def _counts_ahead(self) -> bool:
         """True if a balancing loss needs the counts of later batches of the step."""
-        accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
-        return needs_step_totals(self.objective_config) and accumulates
+        return needs_step_totals(self.objective_config) and self._batches_per_step > 1
+
+    @property
+    def _batches_per_step(self) -> int:
+        return 1 if self._trainer is None else self.trainer.accumulate_grad_batches
 
     @torch.no_grad()
     def _count_ahead(self, first: int) -> StepTotals:
@@ -446,6 +452,12 @@ class LanguageModel(LightningModule):
         summed = self.trainer.strategy.reduce(value, reduce_op="sum")
         assert isinstance(summed, Tensor)
         return summed
+
+
+def _seed_of(*entropy: int, spawn_key: tuple[int, ...] = ()) -> int:
+    """Return a seed for torch; another `spawn_key` gives independent numbers."""
+    sequence = np.random.SeedSequence(entropy, spawn_key=spawn_key)
+    return int(sequence.generate_state(1, np.uint64)[0])
 
 
 @torch.no_grad()
