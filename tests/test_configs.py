@@ -89,14 +89,17 @@ def beyond_the_mean(ffn: FFNConfig, routing: Routing, d_model: int) -> int:
         rows = by_sequence(routing)[1].sum(dim=1).max().item() * (num_tokens // seq_len)
         return round((rows - ffn.share * num_tokens) * ffn.ffn.flops_per_token(d_model, seq_len))
     if not isinstance(ffn, MoEConfig) or not (
-        ffn.router.type in ("relu", "top_p")
+        ffn.router.type in ("relu", "top_p", "elastic_top_k")
         or ffn.capacity.is_limited
         or ffn.zero_computation.total
     ):
         return 0
     pairs = (routing.computed_N & (routing.expert_ids_N < ffn.num_experts)).sum().item()
     pair = ffn.experts.flops_per_pair(d_model, ffn.experts_per_token)
-    return round((pairs - num_tokens * ffn.experts_per_token) * pair)
+    mean = (
+        ffn.router.pairs_per_token(ffn.num_routable, seq_len) * ffn.num_experts / ffn.num_routable
+    )
+    return round((pairs - num_tokens * mean) * pair)
 
 
 def resolve(path: Path) -> TrainConfig:

@@ -165,6 +165,14 @@ class FFNConfig(TaggedConfig, frozen=True):
         A training step needs three times as many.
         """
 
+    def with_k(self, k: int, d_model: int) -> Self:
+        """Return a config for evaluation with k experts per token, of the same width as now.
+
+        It changes routers with a whole k, such as `top_k`, also in inner blocks; see `RouterConfig.with_k`.
+        """
+        blocks = {option: block.with_k(k, d_model) for option, block in self.inner_blocks().items()}
+        return self.model_copy(update=blocks)
+
     def describe(self) -> str:
         """Return a short description for tables."""
         return self.type

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -145,6 +145,13 @@ class MoEConfig(FFNConfig, frozen=True):
         pairs *= self.num_experts / self.num_routable
         routed = self.expert_stack.flops_per_token(d_model, pairs)
         return routed + shared + router + wrapper + self.zero_computation.flops_per_token(d_model)
+
+    def with_k(self, k: int, d_model: int) -> Self:
+        changed, router = super().with_k(k, d_model), self.router.with_k(k)
+        if router is None:
+            return changed
+        experts = self.experts.with_fixed_width(d_model, self.experts_per_token)
+        return changed.model_copy(update={"router": router, "experts": experts})
 
     def describe(self) -> str:
         return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"

@@ -15,6 +15,7 @@ from moe_ffn.routing.base import (
     routing_of_pairs,
 )
 from moe_ffn.routing.capacity import CapacityConfig
+from moe_ffn.routing.elastic_top_k import ElasticTopKRouterConfig
 from moe_ffn.routing.expert_choice import ExpertChoiceRouterConfig
 from moe_ffn.routing.expert_threshold import ExpertThresholdRouterConfig
 from moe_ffn.routing.forced import ForcedRouterConfig
@@ -36,6 +37,7 @@ from moe_ffn.routing.top_p import TopPRouterConfig
 __all__ = [
     "BalancedAssignmentRouterConfig",
     "CapacityConfig",
+    "ElasticTopKRouterConfig",
     "ExpertChoiceRouterConfig",
     "ExpertThresholdRouterConfig",
     "ForcedRouterConfig",

@@ -304,7 +304,7 @@ class LanguageModel(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         if (config := self.objective_config.coupling) is not None:
-            seed = _seed_of(self.seed, self.trainer.global_step)
+            seed = _seed_of(self.seed, self.trainer.global_step, spawn_key=(1,))
             self.coupling = add_coupling_gradient(self.decoder, config, seed)
         norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
         self.gradient_norm = norm.detach()
@@ -410,6 +410,10 @@ class LanguageModel(LightningModule):
         # Random numbers depend only on the batch and the rank, so that a resumed run equals an uninterrupted
         # run to the bit, without generator states in the checkpoint.
         torch.manual_seed(_seed_of(self.seed, index, self.global_rank))
+        step = index // self._batches_per_step
+        generator = torch.Generator().manual_seed(_seed_of(self.seed, step, spawn_key=(0,)))
+        for router in self.decoder.routers().values():
+            router.begin_step(generator)
 
     def _objective(self, output: DecoderOutput, input_ids: Tensor, target_ids: Tensor) -> Objective:
         with torch.no_grad():
@@ -438,8 +442,11 @@ class LanguageModel(LightningModule):
     @property
     def _counts_ahead(self) -> bool:
         """True if a balancing loss needs the counts of later batches of the step."""
-        accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
-        return needs_step_totals(self.objective_config) and accumulates
+        return needs_step_totals(self.objective_config) and self._batches_per_step > 1
+
+    @property
+    def _batches_per_step(self) -> int:
+        return 1 if self._trainer is None else self.trainer.accumulate_grad_batches
 
     @torch.no_grad()
     def _count_ahead(self, first: int) -> StepTotals:
@@ -468,8 +475,10 @@ class LanguageModel(LightningModule):
         return summed
 
 
-def _seed_of(*entropy: int) -> int:
-    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+def _seed_of(*entropy: int, spawn_key: tuple[int, ...] = ()) -> int:
+    """Return a seed for torch; another `spawn_key` gives independent numbers."""
+    sequence = np.random.SeedSequence(entropy, spawn_key=spawn_key)
+    return int(sequence.generate_state(1, np.uint64)[0])
 
 
 @torch.no_grad()

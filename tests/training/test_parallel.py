@@ -57,6 +57,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "relu": MOE | {"router": {"type": "relu", "k": 2}},
     "threshold": MOE | {"router": {"type": "expert_threshold", "k": 2}},
     "chain": {"type": "chain_of_experts", "ffn": MOE | {"router": ONE_OF_ALL}},
+    "elastic": MOE | {"router": {"type": "elastic_top_k", "k_max": 4}, "capacity": {"factor": 1.0}},
     "few": MOE
     | {
         "num_experts": 2,
@@ -72,7 +73,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 """A layer of each kind; `few` has fewer experts than some layouts have ranks, `chain` has two rounds."""
 
-MODEL = "capacity sigmoid shared nested few threshold chain"
+MODEL = "capacity sigmoid shared nested few threshold chain elastic"
 """Blocks of the layers; `dropless` and `relu` differ from some of them in nothing that a rank does."""
 
 # Unlike signs, quantiles show how many batches and ranks their sum is divided by.
@@ -157,7 +158,7 @@ def require_the_step_of_one_process(
 
 @pytest.mark.parametrize(
     ("name", "models"),
-    [("DDP 2", ["capacity sigmoid threshold"]), ("EP 2 x FSDP 2", [MODEL, COUPLED])],
+    [("DDP 2", ["capacity sigmoid threshold elastic"]), ("EP 2 x FSDP 2", [MODEL, COUPLED])],
 )
 def test_ranks_take_the_step_of_one_process(
     name: str, models: list[str], make_config: MakeConfig, tmp_path: Path

@@ -38,6 +38,9 @@ MODELS = {
             }
         },
     },
+    "a drawn k": {
+        "ffn": {"type": "moe", "num_experts": 4, "router": {"type": "elastic_top_k", "k_max": 4}},
+    },
     "masked tokens, noise and random drops": {
         "causal": False,
         "ffn": {
