@@ -35,7 +35,6 @@ from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing, SparsityTargetRouting
-from moe_ffn.parallel.sharding import full_tensor, shard_like
 from moe_ffn.routing import LinearRouterConfig
 from moe_ffn.routing.base import LinearRouter, Router
 from moe_ffn.training.distillation import DistillConfig, distillation_loss
@@ -284,6 +283,8 @@ def add_coupling_gradient(decoder: nn.Module, config: CouplingConfig, seed: int)
     Args:
         seed: seed of the noise, equal on all ranks.
     """
+    from moe_ffn.parallel.sharding import full_tensor, shard_like  # takes seconds
+
     mixtures = [module for module in decoder.modules() if isinstance(module, MoEFFN)]
     device = next(decoder.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)

@@ -34,14 +34,13 @@ def test_a_run_becomes_a_folder_of_transformers(tmp_path: Path) -> None:
     done = convert(run, tmp_path / "theirs")
 
     assert (done.code, done.stderr) == (0, "")
-    read, layers, tokenizer, written, *notes = done.stdout.splitlines()
+    read, layers, tokenizer, written, *_ = done.stdout.splitlines()
     saved = load_model(run)
     count = sum(p.numel() for p in saved.decoder.parameters())
     assert read == f"read: '{run}', moe_ffn, {count:,} parameters in float32"
     assert layers.startswith("  2 layers of width 16: moe, 8 experts (swiglu), top_k k=2")
     assert tokenizer == f"  a tokenizer of {saved.tokenizer.vocab_size:,} tokens"
     assert written == f"written: '{tmp_path}/theirs', Qwen2MoeForCausalLM of transformers"
-    assert "  mixtral has ffn.router.renormalize: true, this model false" in notes
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     ids_BS = torch.arange(16)[None]
     with torch.no_grad():
