@@ -152,7 +152,7 @@ def test_rows_of_the_leaderboard_follow_from_the_results(
 
     study, name = arm
     text = LEADERBOARD.read_text(encoding="utf-8")
-    line = text[text.index(f"\n| [{study}](studies/{study}.md) {row} |") :].splitlines()[1]
+    line = text[text.index(f"\n| [{study}](studies/{study}.md): {row} |") :].splitlines()[1]
     cells = line.split("|")
 
     assert numbers(cells[2]) + numbers(cells[3]) == pytest.approx(expected, abs=1e-3)

@@ -165,7 +165,7 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
     runs = {training: result for (training, _), result in by_seed.items()}
     links = {
         aliases[0]: " = ".join(
-            f"[{study}]({link}/{study}.md) {escape_markdown(_in_words(arm, runs[training]))}"
+            f"[{study}]({link}/{study}.md): {escape_markdown(_in_words(arm, runs[training]))}"
             for study, _, arm in (name.partition("/") for name in aliases)
         )
         for training, aliases in names.items()
