@@ -2,3 +2,8 @@
 
 # Its environment variables must be set before a program imports torch.
 from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
+from moe_ffn.cli import exit_without_packages
+
+exit_without_packages()

@@ -15,22 +15,20 @@ from typing import TYPE_CHECKING
 from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
-from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.balancing import load_balancing_loss, router_z_loss
+from moe_ffn.config.errors import ConfigError, install
 from moe_ffn.config.lazy import lazy_names
-from moe_ffn.experts import Experts, ExpertsConfig, GatedExpertsConfig
+from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import (
     DenseConfig,
     FFNBlock,
     FFNConfig,
     GatedConfig,
-    MixtureOfDepthsConfig,
     MoEConfig,
-    SoftMoEConfig,
     build_ffn,
     solve_widths,
 )
-from moe_ffn.outputs import FFNOutput, Plan, Routing, TokenContext
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing import (
     LinearRouter,
     LinearRouterConfig,
@@ -39,21 +37,24 @@ from moe_ffn.routing import (
     TopKRouterConfig,
     routing_of_pairs,
 )
-from moe_ffn.routing.capacity import CapacityConfig
 
 if TYPE_CHECKING:
     from moe_ffn.cli.train import train
     from moe_ffn.interop.audit import audit
     from moe_ffn.interop.diff import diff
+    from moe_ffn.interop.routings import watch
     from moe_ffn.model.decoder import Decoder, DecoderConfig
-    from moe_ffn.runs.reader import load_run
+    from moe_ffn.model.generate import generate
+    from moe_ffn.runs.reader import Run, load_run
+    from moe_ffn.testing import check_ffn, check_router
     from moe_ffn.training.recovery import TrainingError
+    from moe_ffn.weights.from_transformers import load_transformers
     from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
+    from moe_ffn.weights.to_transformers import export_transformers
 
 __version__ = "0.2.0"
 
 __all__ = [
-    "CapacityConfig",
     "ConfigError",
     "Decoder",
     "DecoderConfig",
@@ -64,44 +65,52 @@ __all__ = [
     "FFNConfig",
     "FFNOutput",
     "GatedConfig",
-    "GatedExpertsConfig",
     "LinearRouter",
     "LinearRouterConfig",
-    "MixtureOfDepthsConfig",
     "MoEConfig",
-    "Plan",
     "Router",
     "RouterConfig",
     "Routing",
-    "SoftMoEConfig",
+    "Run",
     "TokenContext",
     "TopKRouterConfig",
     "TrainingError",
     "audit",
     "build_ffn",
+    "check_ffn",
+    "check_router",
     "diff",
+    "export_transformers",
+    "generate",
     "load_balancing_loss",
     "load_pretrained",
     "load_run",
     "load_tokenizer",
+    "load_transformers",
     "router_z_loss",
     "routing_of_pairs",
     "save_pretrained",
     "solve_widths",
     "train",
+    "watch",
 ]
 
 _LAZY = {
     "audit": "moe_ffn.interop.audit",
-    **dict.fromkeys(("Decoder", "DecoderConfig"), "moe_ffn.model.decoder"),
     "diff": "moe_ffn.interop.diff",
-    "load_run": "moe_ffn.runs.reader",
+    "export_transformers": "moe_ffn.weights.to_transformers",
+    "generate": "moe_ffn.model.generate",
+    "load_transformers": "moe_ffn.weights.from_transformers",
     "train": "moe_ffn.cli.train",
     "TrainingError": "moe_ffn.training.recovery",
+    "watch": "moe_ffn.interop.routings",
+    **dict.fromkeys(("Decoder", "DecoderConfig"), "moe_ffn.model.decoder"),
+    **dict.fromkeys(("Run", "load_run"), "moe_ffn.runs.reader"),
+    **dict.fromkeys(("check_ffn", "check_router"), "moe_ffn.testing"),
     **dict.fromkeys(
         ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.weights.pretrained"
     ),
 }
 """Names imported on first use: layers alone need no decoder, PyYAML or tokenizers."""
 
-__getattr__, __dir__ = lazy_names(__name__, _LAZY)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY, install=install("train"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ffn.kernels.native.routing import sort_by_expert
+from moe_ffn.kernels.routing import sort_by_expert
 from moe_ffn.outputs import PairsOnlyRouting, Plan, Routing
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from moe_ffn import html_repr
+from moe_ffn import notebook_cards
 
 
 def summarize(value: Any) -> str:
@@ -179,7 +179,7 @@ class Routing:
         """Experts of the first tokens and load of each expert, drawn for a notebook; None without values."""
         try:
             active_N = self.active_N
-            shown_N = active_N & (self.token_indices_N < html_repr.MAX_TOKENS)
+            shown_N = active_N & (self.token_indices_N < notebook_cards.MAX_TOKENS)
             columns = (self.token_indices_N, self.expert_ids_N, self.weights_N, self.dropped_N)
             pairs = list(zip(*(column[shown_N].tolist() for column in columns), strict=True))
             counts_E = torch.bincount(self.expert_ids_N[active_N], minlength=self.num_experts)
@@ -193,8 +193,8 @@ class Routing:
             "pairs": f"{int(counts_E.sum()):,}",
             "dropped": f"{dropped:,}",
         }
-        drawing = html_repr.routing_map(pairs, load_E)
-        return html_repr.card(type(self).__name__, facts, drawing)
+        drawing = notebook_cards.routing_map(pairs, load_E)
+        return notebook_cards.card(type(self).__name__, facts, drawing)
 
     @property
     def is_pairs_only(self) -> bool:
@@ -367,8 +367,11 @@ class FFNOutput:
         """Shape of `hidden` and a drawing of each routing, for a notebook."""
         parts: list[str] = []
         for name, routing in self.routings.items():
-            parts += [html_repr.note(name), routing._repr_html_() or html_repr.note(repr(routing))]
-        return html_repr.card(type(self).__name__, {"hidden": brief(self.hidden)}, *parts)
+            parts += [
+                notebook_cards.note(name),
+                routing._repr_html_() or notebook_cards.note(repr(routing)),
+            ]
+        return notebook_cards.card(type(self).__name__, {"hidden": brief(self.hidden)}, *parts)
 
     def __add__(self, other: object) -> NoReturn:
         raise TypeError(_NOT_A_TENSOR)

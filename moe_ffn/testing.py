@@ -68,14 +68,14 @@ def check_ffn(
     if isinstance(ffn, FFNBlock):
         config, block = getattr(ffn, "config", None), copy.deepcopy(ffn)
         device = next(ffn.parameters(), torch.empty(0)).device
-        trial = Trial(type(ffn).__name__, d_model, seq_len, causal, device=device)
+        checks = PartChecks(type(ffn).__name__, d_model, seq_len, causal, device=device)
         with isolated_rng(device):
-            trial.block(block.float(), config if isinstance(config, FFNConfig) else None)
+            checks.block(block.float(), config if isinstance(config, FFNConfig) else None)
     else:
         config = _validated(FFNConfig, ffn)
-        trial = Trial(f"'{config.type}'", d_model, seq_len, causal)
-        with isolated_rng(trial.device):
-            trial.ffn(config)
+        checks = PartChecks(f"'{config.type}'", d_model, seq_len, causal)
+        with isolated_rng(checks.device):
+            checks.ffn(config)
 
 
 def check_router(
@@ -99,9 +99,9 @@ def check_router(
         ConfigError: a check failed; the message gives the actual and the expected behaviour.
     """
     config = _validated(RouterConfig, router)
-    trial = Trial(f"'{config.type}'", d_model, seq_len, causal)
-    with isolated_rng(trial.device):
-        trial.router(config, num_experts)
+    checks = PartChecks(f"'{config.type}'", d_model, seq_len, causal)
+    with isolated_rng(checks.device):
+        checks.router(config, num_experts)
 
 
 def check_experts(
@@ -123,10 +123,10 @@ def check_experts(
         ConfigError: a check failed; the message gives the actual and the expected behaviour.
     """
     config = _validated(ExpertsConfig, experts)
-    trial = Trial(f"'{config.type}'", d_model)
-    with isolated_rng(trial.device):
+    checks = PartChecks(f"'{config.type}'", d_model)
+    with isolated_rng(checks.device):
         built = config.build(d_model, num_experts, experts_per_token)
-        trial.experts(built, d_model, num_experts)
+        checks.experts(built, d_model, num_experts)
 
 
 def _validated(family: type[Part], part: Part | Mapping[str, Any] | str) -> Part:
@@ -144,7 +144,7 @@ def isolated_rng(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class PartChecks:
     """A part under test, and the properties of its model."""
 
     name: str

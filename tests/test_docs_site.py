@@ -16,6 +16,7 @@ import pytest
 import moe_ffn
 from moe_ffn.cli.__main__ import PROGRAMS, run
 from moe_ffn.config.option_tree import Option, members_of, option_tree
+from moe_ffn.config.yaml_files import merge
 from moe_ffn.runs.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +54,11 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of a sweep, which trains in another process
+    train, short = (
+        moe_ffn.train,
+        {"sample": {"num_tokens": 4}, "logging": {"wandb": {"mode": "disabled"}}},
+    )
+    monkeypatch.setattr(moe_ffn, "train", lambda given: train(merge(given, short)))
     Path("text.txt").write_text("def f(x):\n    return x\nthe cat sat on a mat\n" * 80)
 
 
@@ -162,8 +168,8 @@ def test_every_link_leads_somewhere(name: str) -> None:
 
 
 @cache
-def option_paths() -> set[str]:
-    """All dotted paths of all types, as far as blocks nest once."""
+def known_options() -> set[str]:
+    """`a.b.c`, `b.c` and `c` of all dotted paths of all types, as far as blocks nest once."""
     paths: set[str] = set()
 
     def walk(option: Option, depth: int) -> None:
@@ -177,13 +183,9 @@ def option_paths() -> set[str]:
             walk(child, depth - 1)
 
     walk(option_tree(TrainConfig, TrainConfig().to_dict()), 6)
-    return paths
-
-
-def endings(path: str) -> list[str]:
-    """`a.b.c`, `b.c` and `c` of a path."""
-    parts = path.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
+    return {
+        ".".join(path.split(".")[start:]) for path in paths for start in range(path.count(".") + 1)
+    }
 
 
 DOTTED = re.compile(r"`(?:--)?([a-z]\w*(?:\.[a-z]\w*)+)(?:`|[: ][^`]*`)")
@@ -196,7 +198,7 @@ OTHER = re.compile(
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_option_named_in_a_page_exists(name: str) -> None:
     text = without_code(PAGES[name].read_text(encoding="utf-8"))
-    known = {end for path in option_paths() for end in endings(path)}
+    known = known_options()
     sections = {path.partition(".")[0] for path in known if "." in path}
     for path in DOTTED.findall(text):
         is_option = path.partition(".")[0] in sections and not OTHER.search(path)

@@ -16,19 +16,20 @@ from pathlib import Path
 import pytest
 
 import moe_ffn
+from moe_ffn.cli.__main__ import main as console
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_ffn"
 
 # What every package may use: options and their messages, files, the values of a layer, and its arithmetic.
-FOUNDATION = {"config", "files", "html_repr", "kernels", "outputs"}
+FOUNDATION = {"config", "files", "notebook_cards", "kernels", "outputs"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # The foundation.
     "config": {"files"},
     "files": set(),
-    "html_repr": set(),
-    "outputs": {"html_repr"},
+    "notebook_cards": set(),
+    "outputs": {"notebook_cards"},
     "kernels": {"config", "files", "outputs"},
     # Level 1: the layers. Routing, dispatch and experts never import each other.
     "routing": FOUNDATION,
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,
     "training": FOUNDATION
-    | {"balancing", "metrics", "model", "data", "ffn", "routing", "parallel"},
+    | {"balancing", "metrics", "model", "data", "ffn", "routing", "experts", "parallel"},
 }
 for _package, _below in {
     "runs": {"training", "testing", "experts", "ffn"},
@@ -64,11 +65,13 @@ MAY_IMPORT["__init__"] = FOUNDATION | {
     "experts",
     "ffn",
     "model",
-    "runs",  # `load_run`, when it is asked for
-    "training",  # `TrainingError`, as well
-    "weights",  # `load_pretrained`, as well
-    "cli",  # `train`, as well
-    "interop",  # `diff`, as well
+    # When a name of theirs is asked for: `check_ffn`, `load_run`, `TrainingError`, `diff`, ...
+    "testing",
+    "runs",
+    "training",
+    "weights",
+    "cli",
+    "interop",
 }
 """Package or file of `moe_ffn` -> what it may import of `moe_ffn`."""
 
@@ -81,7 +84,7 @@ ONLY_PLACES = {
     "safetensors": {"moe_ffn/weights", "moe_ffn/interop", "moe_ffn/training/recovery"},
     "transformers": {
         "moe_ffn/interop/transformers.py",
-        "moe_ffn/interop/transformers_folder.py",
+        "moe_ffn/interop/load_models.py",
         "moe_ffn/interop/swap.py",
         "moe_ffn/interop/trainer.py",
         "experiments/benchmark",
@@ -241,9 +244,37 @@ def test_programs_without_their_packages_say_what_to_install(
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "yaml" else found(n))
 
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(PACKAGE / "cli/__init__.py"))
+    for main in (console, lambda: runpy.run_path(str(REPOSITORY / "experiments/__init__.py"))):
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        message = "the programs need yaml; install with: pip install -e '.[train]'"
+        assert capsys.readouterr().err == f"error: {message}\n"
+    with pytest.raises(ModuleNotFoundError) as raised:
+        moe_ffn.train({})
+    assert str(raised.value) == message
 
-    assert ended.value.code == 2
-    message = "error: the programs need yaml; install with: pip install '.[train]'\n"
-    assert capsys.readouterr().err == message
+
+WITHOUT_YAML = """
+import sys
+
+sys.modules["yaml"] = None  # no import finds it
+import moe_ffn
+
+try:
+    moe_ffn.train
+except ModuleNotFoundError as error:
+    print(error)
+from moe_ffn import *
+"""
+
+
+def test_a_missing_package_ends_no_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_YAML], capture_output=True, text=True, cwd=REPOSITORY
+    )
+
+    need = "needs yaml: pip install -e '.[train]'"
+    assert done.stdout == f"moe_ffn.train {need}\n"
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: moe_ffn.")
+    assert done.stderr.endswith(f"{need}\n")

@@ -54,11 +54,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_notebook_runs_and_shows_every_value(
     path: Path, is_whole: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, runs also learn what the notebook says; else they have ten steps on a small text."""
+    """Whole, runs also learn what the notebook says; else they have four steps on a small text."""
     monkeypatch.chdir(folder)
     if not is_whole:
-        corpus = {"type": "text", "paths": [str(DOCS / "howto")]}
-        train, few = moe_ffn.train, {"trainer": {"max_steps": 10}, "data": {"corpus": corpus}}
+        corpus = {"type": "text", "paths": [str(DOCS / "howto/backend.md")]}
+        few: dict[str, Any] = {
+            "trainer": {"max_steps": 4},
+            "data": {"corpus": corpus, "validation_tokens": 1024},
+            "logging": {"wandb": {"mode": "disabled"}},
+            "sample": {"num_tokens": 4},
+        }
+        train = moe_ffn.train
         monkeypatch.setattr(moe_ffn, "train", lambda given: train(merge(given, few)))
     names: dict[str, Any] = {}
     cells = list(run_notebook(path, names))

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_ffn import FFNOutput, Router, TokenContext, build_ffn, routing_of_pairs
-from moe_ffn.balancing.bias_rules import QuantileRuleConfig, SignRuleConfig
+from moe_ffn.balancing.bias_rules import (
+    GlobalQuantileRuleConfig,
+    QuantileRuleConfig,
+    SignRuleConfig,
+)
 from moe_ffn.balancing.losses import (
     global_load_balancing_loss,
     importance_cv2_loss,
@@ -78,6 +82,10 @@ NEEDING: dict[str, tuple[str, Callable[[Routing], object]]] = {
     "objective.bias_rule 'quantile'": (
         "scores_TE",
         lambda r: QuantileRuleConfig().observe(r, torch.zeros(4)),
+    ),
+    "objective.bias_rule 'global_quantile'": (
+        "scores_TE",
+        lambda r: GlobalQuantileRuleConfig().observe(r, torch.zeros(4)),
     ),
     "logit_max": ("logits_TE", logit_max),
     "nonfinite_tokens": ("logits_TE", nonfinite_tokens),

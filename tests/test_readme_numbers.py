@@ -110,10 +110,10 @@ def readme_block(record: Mapping[str, Any]) -> str:
     """The text between the two comments of the README, and the comments."""
     minutes, seconds = divmod(record["seconds"], 60)
     threads = record["num_threads"]
+    losses = record["screen"].partition("\n\n")[0]
     return (
-        f"{BEGIN}```text\n{record['screen']}\n```\n\n"
-        f"That took {minutes} min {seconds} s on {threads} CPU core{'s' * (threads > 1)} "
-        f"({record['tokens_per_second']:,} tokens/s), in {record['precision']}, with torch "
+        f"{BEGIN}```text\n{losses}\n```\n\n"
+        f"That took {minutes} min {seconds} s on {threads} CPU core{'s' * (threads > 1)} with torch "
         f"{record['versions']['torch'].partition('+')[0]}, in {record['date']}.\n{END}"
     )
 

@@ -3,19 +3,19 @@
 A rule has two methods. `observe` returns a tensor for one batch's Routing, which the trainer sums over the
 batches and ranks of a step. `update` returns the new bias from that sum.
 
-T tokens, E experts
+T tokens, E experts, B bins of a histogram
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.balancing.sums import pairs_per_expert
+from moe_ffn.balancing.sums import Routers, pairs_per_expert, real_only
 from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.outputs import Routing
 
@@ -31,12 +31,16 @@ class BiasRuleConfig(TaggedConfig, frozen=True):
         """Advice for routers that stay unbalanced: an option and its current value; None if there is none."""
         return None
 
-    @abstractmethod
-    def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
-        """Return (E,) values to sum over the batches of a step; the router used `bias_E` for this batch."""
+    def unsupported_reason(self, routers: Routers) -> str:
+        """Return the reason why the rule cannot balance routers, with an alternative; empty if it can."""
+        return ""
 
     @abstractmethod
-    def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
+    def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
+        """Return a tensor to sum over the batches of a step; the router used `bias_E` for this batch."""
+
+    @abstractmethod
+    def update(self, bias_E: Tensor, observed: Tensor, num_batches: int) -> Tensor:
         """Return the next step's bias from the sum of `observe` over `num_batches` batches."""
 
 
@@ -60,9 +64,9 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
         return pairs_per_expert(routing)
 
-    def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
+    def update(self, bias_E: Tensor, observed: Tensor, num_batches: int) -> Tensor:
         # mean - n as the integer sum - E * n, so that rounding cannot change the sign.
-        deficit_E = observed_E.sum() - len(observed_E) * observed_E
+        deficit_E = observed.sum() - len(observed) * observed
         update_E = self.rate * deficit_E.sign().to(bias_E.dtype)
         if self.centre:
             update_E = update_E - update_E.mean()
@@ -73,10 +77,10 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     """Quantile balancing: the bias with which each expert would have an equal share (Megatron-LM).
 
     For each token, let c be its (k+1)-th largest score + bias; the token chooses expert i if
-    score_i + bias_i > c. Sort score_i - c over the T tokens and take value number floor(T k / E) + 1 from the
-    top. Minus this value is the new bias_i, with which T k / E tokens choose expert i. The step is
-    coordinate descent on the dual of balanced assignment. The bias is a moving average with mean 0; quantiles
-    are averaged over the batches of a step, as in Megatron-LM (`qb_dual_update`).
+    score_i + bias_i > c. Sort c - score_i over the T tokens. Value number floor(T k / E) + 1 is the new
+    bias_i, with which T k / E tokens choose expert i. The step is coordinate descent on the dual of balanced
+    assignment. The bias is a moving average with mean 0; quantiles are averaged over the batches of a step,
+    as in Megatron-LM (`qb_dual_update`).
     """
 
     type: Literal["quantile"] = "quantile"
@@ -84,24 +88,112 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     """Weight of the old bias in the moving average, at each optimizer step."""
 
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
-        scores_TE = routing.require("scores_TE", "objective.bias_rule 'quantile'").detach()
-        num_tokens, num_experts = scores_TE.shape
-        k = len(routing.token_indices_N) // max(num_tokens, 1)
-        if num_tokens == 0 or k == num_experts:  # no choice: keep the bias
-            return -bias_E
-        cutoff_T1 = (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:]
-        excess_TE = scores_TE - cutoff_T1
+        required_TE = required_biases(routing, bias_E, "objective.bias_rule 'quantile'")
+        if required_TE is None:
+            return bias_E.clone()
         if routing.mask_T is not None:
-            excess_TE = excess_TE.masked_fill(~routing.mask_T.unsqueeze(-1), -torch.inf)
-        num_real = routing.num_real_tokens
-        rank = (num_real * k // num_experts).clamp(max=num_tokens - 1)
-        quantile_E = excess_TE.sort(dim=0, descending=True).values[rank]
-        return torch.where(quantile_E.isfinite(), quantile_E, -bias_E).to(bias_E.dtype)
+            required_TE = required_TE.masked_fill(~routing.mask_T.unsqueeze(-1), torch.inf)
+        num_tokens, num_experts = required_TE.shape
+        k = len(routing.token_indices_N) // num_tokens
+        rank = (routing.num_real_tokens * k // num_experts).clamp(max=num_tokens - 1)
+        quantile_E = required_TE.sort(dim=0).values[rank]
+        return torch.where(quantile_E.isfinite(), quantile_E, bias_E).to(bias_E.dtype)
 
-    def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
-        target_E = -observed_E / num_batches
+    def update(self, bias_E: Tensor, observed: Tensor, num_batches: int) -> Tensor:
+        target_E = observed / num_batches
         moved_E = self.ema * bias_E + (1 - self.ema) * target_E
         return moved_E - moved_E.mean()
+
+
+class GlobalQuantileRuleConfig(BiasRuleConfig, frozen=True):
+    """Quantile balancing over all batches and ranks of an optimizer step, by a histogram (Kimi K3).
+
+    For token t, let alpha_t be its (k+1)-th largest score + bias; expert i needs a bias of
+    r_ti = alpha_t - score_ti for the token to choose it. The new bias_i is the k / E quantile of r_ti over
+    the tokens of the step, minus the mean over the experts. Bins of equal width count r_ti between
+    min(bias) - 1 and max(bias) + 1, where it lies if scores are between 0 and 1; the quantile is interpolated
+    within its bin. Kimi K3's report, section 2.3.3 and appendix D, as in torchtitan (#4577) and Megatron-LM
+    (#6637, `global_batch`).
+    """
+
+    type: Literal["global_quantile"] = "global_quantile"
+    num_bins: int = Field(default=1000, ge=2, le=10**6)
+    """Bins of each expert's histogram."""
+
+    def unsupported_reason(self, routers: Routers) -> str:
+        for layer, router, _ in routers:
+            if router.has_correction_bias and (reason := _other_ranking(router)):
+                return (
+                    "assumes that a token chooses its k largest scores + bias, with scores between 0 and 1, "
+                    f"but the router of layer {layer} has {reason}; remove it, or use bias_rule.type 'sign'"
+                )
+        return ""
+
+    def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
+        """Return int64 (E, num_bins + 1): the histogram of r_ti, then the number of pairs of each expert."""
+        histogram_EB = torch.zeros(
+            len(bias_E), self.num_bins, dtype=torch.int64, device=bias_E.device
+        )
+        required_TE = required_biases(routing, bias_E, "objective.bias_rule 'global_quantile'")
+        if required_TE is not None:
+            lowest, width = self._range(bias_E)
+            bins_TE = ((required_TE - lowest) / width).floor().long().clamp(0, self.num_bins - 1)
+            counted_TE = real_only(torch.ones_like(bins_TE), routing)
+            histogram_EB.scatter_add_(1, bins_TE.t(), counted_TE.t())
+        return torch.cat([histogram_EB, pairs_per_expert(routing).unsqueeze(-1)], dim=-1)
+
+    def update(self, bias_E: Tensor, observed: Tensor, num_batches: int) -> Tensor:
+        quantile_E = self.quantiles(bias_E, observed)
+        return quantile_E - quantile_E.mean()
+
+    def quantiles(self, bias_E: Tensor, observed: Tensor) -> Tensor:
+        """Return the k / E quantile of each expert's histogram, (E,); `bias_E` where nothing was counted."""
+        histogram_EB, pairs_E = observed[:, :-1], observed[:, -1]
+        counted_EB = histogram_EB.cumsum(dim=-1)
+        # k / E of the tokens are as many as the mean of the pairs; compared as integers, without rounding.
+        num_pairs, num_experts = pairs_E.sum(), len(pairs_E)
+        bin_E1 = (num_experts * counted_EB < num_pairs).sum(dim=-1, keepdim=True)
+        bin_E1 = bin_E1.clamp(max=self.num_bins - 1)
+        inside_E1 = histogram_EB.gather(-1, bin_E1)
+        missing_E1 = num_pairs - num_experts * (counted_EB.gather(-1, bin_E1) - inside_E1)
+        fraction_E1 = missing_E1 / (num_experts * inside_E1).clamp(min=1)
+        lowest, width = self._range(bias_E)
+        quantile_E = lowest + width * (bin_E1 + fraction_E1).squeeze(-1)
+        return torch.where(counted_EB[:, -1] > 0, quantile_E.to(bias_E.dtype), bias_E)
+
+    def _range(self, bias_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the lower end of the histogram, and the width of a bin."""
+        lowest, highest = bias_E.min() - 1, bias_E.max() + 1
+        return lowest, (highest - lowest) / self.num_bins
+
+
+def required_biases(routing: Routing, bias_E: Tensor, needed_by: str) -> Tensor | None:
+    """Return the bias above which each token would choose each expert, (T, E); see `quantile` rules.
+
+    Args:
+        bias_E: the bias that the router used.
+        needed_by: name of the rule, for `Routing.require`.
+
+    Returns:
+        The (k+1)-th largest score + bias of the token, minus the score. None if there is no choice: no
+        tokens, or k = E.
+    """
+    scores_TE = routing.require("scores_TE", needed_by).detach()
+    num_tokens, num_experts = scores_TE.shape
+    k = len(routing.token_indices_N) // max(num_tokens, 1)
+    if num_tokens == 0 or k == num_experts:
+        return None
+    return (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:] - scores_TE
+
+
+def _other_ranking(router: Any) -> str:
+    """Return the option by which a router does not choose its k largest scores + bias; empty if none."""
+    if getattr(router, "score", "sigmoid") == "sqrt_softplus":
+        return "score (sqrt_softplus)"
+    if getattr(router, "select_by", "score") != "score":
+        return "select_by (logit)"
+    given = (name for name in ("groups", "num_always") if getattr(router, name, None))
+    return next(given, "")
 
 
 class SparsityRuleConfig(Config, frozen=True):

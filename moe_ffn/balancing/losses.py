@@ -1,16 +1,18 @@
 """Balancing losses: pure functions of a Routing, the table of all losses, and the config of their weights.
 
+The loss of expert-router coupling is a function of weights, not of a Routing, so it is not in the table.
+
 To add a loss, add its function, its entry in `BALANCING_LOSSES` and, unless a rule sets its weight, its
 weight in `BalancingWeights`. The objective, the metric rows and the report read the table.
 
-T tokens, E experts, N (token, expert) pairs, B sequences
+T tokens, E experts, N (token, expert) pairs, B sequences, D model width, F hidden width
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from einops import reduce
@@ -24,6 +26,7 @@ from moe_ffn.balancing.pairs_only import (
     logsumexp_from_pairs,
 )
 from moe_ffn.balancing.sums import (
+    Routers,
     check_routing,
     cv_squared,
     load_times_scores,
@@ -193,6 +196,47 @@ def router_entropy_loss(routing: Routing) -> Tensor:
     return mean_over_tokens(token_entropy(scores_TE), routing)
 
 
+def coupling_loss(proxies_ED: Tensor, gate_EFD: Tensor, alpha: float) -> Tensor:
+    """Return 1 / E^2 * sum over i, j != i of relu(M_ij - alpha M_ii) + relu(M_ji - alpha M_ii).
+
+    M_ij = |gate_j proxy_i| is the response of expert j to expert i's proxy token (Lv et al. 2025,
+    "Coupling Experts and Routers", arXiv:2512.23447, equation 3). It is 0 if each expert responds most to its
+    own proxy, and each proxy most excites its own expert.
+
+    Args:
+        proxies_ED: proxy token of each expert; see `proxy_tokens`.
+        gate_EFD: first matrix of each expert; the gate of gated experts.
+        alpha: fraction of M_ii that other responses may reach.
+    """
+    norms_EE = torch.linalg.vector_norm(torch.einsum("id,jfd->ijf", proxies_ED, gate_EFD), dim=-1)
+    own_E = alpha * norms_EE.diagonal()
+    excess_EE = (norms_EE - own_E.unsqueeze(1)).relu() + (norms_EE - own_E.unsqueeze(0)).relu()
+    return excess_EE.masked_fill(_is_diagonal(excess_EE), 0).mean()
+
+
+def proxy_tokens(rows_ED: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return each row of a router times noise from U(1 - eps_i, 1 + eps_i) (arXiv:2512.23447, section 3.2).
+
+    eps_i = min_j |R_i - R_j| / (2 |R_i|) keeps a proxy token closer to its own row than to any other. The
+    noise has no gradient, the rows have one.
+    """
+    with torch.no_grad():
+        distances_EE = torch.cdist(rows_ED, rows_ED)
+        nearest_E = distances_EE.masked_fill(_is_diagonal(distances_EE), torch.inf).amin(dim=-1)
+        eps_E = nearest_E / (2 * torch.linalg.vector_norm(rows_ED, dim=-1))
+        # A row of zeros stays zero; a single expert has no neighbour.
+        eps_E1 = eps_E.nan_to_num(0, posinf=0).unsqueeze(-1)
+        uniform_ED = torch.rand(
+            rows_ED.shape, generator=generator, dtype=rows_ED.dtype, device=rows_ED.device
+        )
+        noise_ED = 1 + eps_E1 * (2 * uniform_ED - 1)
+    return rows_ED * noise_ED
+
+
+def _is_diagonal(values_EE: Tensor) -> Tensor:
+    return torch.eye(len(values_EE), dtype=torch.bool, device=values_EE.device)
+
+
 @takes_routing
 def relu_sparsity_loss(routing: Routing) -> Tensor:
     """Return E / (k T) * sum_i f_i sum_t score_ti, f_i = pairs of i / T: ReMoE's load-balancing L1 loss.
@@ -258,10 +302,6 @@ def count_step(
         pairs = dict(zip(pairs, summed, strict=True))
         tokens = dict(zip(tokens, summed_tokens.unbind(), strict=True))
     return StepTotals(pairs, tokens, num_batches * num_ranks)
-
-
-Routers = Sequence[tuple[str, Any, int]]
-"""(name of a layer, config of its router, number of experts)."""
 
 
 def _reason_without_noise(routers: Routers) -> str:

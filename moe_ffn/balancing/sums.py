@@ -5,7 +5,7 @@ T tokens, E experts, N (token, expert) pairs, B sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -16,6 +16,9 @@ from torch import Tensor
 from moe_ffn.outputs import FFNOutput, Routing
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+Routers = Sequence[tuple[str, Any, int]]
+"""(name of a layer, config of its router, number of experts)."""
 
 
 def takes_routing(function: F) -> F:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from moe_ffn.cli import exit_without_packages
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import versions, wrap
 from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
@@ -36,6 +37,7 @@ PROGRAMS = {
 
 def main() -> int:
     """Run the program that the command line names."""
+    exit_without_packages()
     # `type: my_module:MyConfig` finds a module in the current folder, as with `python -m`.
     sys.path.append("")
     return exit_on_bad_input(run)

@@ -65,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
         target = load_target(
             args.target, args.text, args.tokens, base=args.base, trust_code=args.trust_code
         )
-        report = audit(target.model, target.ids_BS, objective=target.objective)
+        report = audit(
+            target.model, target.ids_BS, objective=target.objective, num_steps=target.num_steps
+        )
     facts = {"text": target.text, "versions": versions("transformers", "peft")}
     report = replace(
         report, findings=(*target.findings, *report.findings), facts={**report.facts, **facts}

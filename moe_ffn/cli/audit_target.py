@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.interop.audit.findings import LOADING, Finding, Verdict, places
-from moe_ffn.interop.transformers_folder import (
+from moe_ffn.interop.load_models import (
     ADAPTER_CONFIG,
     base_of_adapter,
     encode_utf8,
@@ -25,9 +25,10 @@ from moe_ffn.interop.transformers_folder import (
     load_with_info,
     max_length_of,
 )
-from moe_ffn.report.inspect.text import read_text, text_of_run
+from moe_ffn.report.inspect.text import text_of_run
 from moe_ffn.runs.folder import check_has_weights
 from moe_ffn.runs.reader import load_run
+from moe_ffn.runs.texts import read_text
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
@@ -47,6 +48,8 @@ class Target:
     """Findings from loading."""
     objective: ObjectiveConfig | None = None
     """Balancing of a run."""
+    num_steps: int | None = None
+    """Steps of a run."""
 
 
 def load_target(
@@ -73,6 +76,7 @@ def load_target(
             f"--base: '{folder}' is no adapter of peft, which has {ADAPTER_CONFIG}; leave it out"
         )
     model: Any
+    num_steps = None
     if is_transformers_folder(folder) and not is_model_folder(folder):
         model, info = load_with_info(folder, accepts_encoder=True)
         encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
@@ -85,11 +89,12 @@ def load_target(
         check_has_weights(folder)
         run = load_run(folder, trust_code=trust_code)
         model, tokenizer, objective = run.model, run.tokenizer, run.config.objective
+        num_steps = run.step
         if text is None:
             ids_BS = torch.from_numpy(text_of_run(run, num_tokens).windows).long()
-            return Target(model, ids_BS, "validation split", objective=objective)
+            return Target(model, ids_BS, "validation split", (), objective, num_steps)
     batch = _batch(tokenizer.encode, text, num_tokens, model.max_seq_len)
-    return Target(model, *batch, objective=objective)
+    return Target(model, *batch, (), objective, num_steps)
 
 
 def _loading(info: dict[str, Any]) -> tuple[Finding, ...]:

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from moe_ffn.cli.parser import Parser
-from moe_ffn.config.errors import ConfigError, command, install
+from moe_ffn.config.errors import ConfigError, command
 
 _NOT_IN_NAMES = "/\\#?%:"
 """Characters that wandb rejects in names of entities and projects."""
@@ -50,7 +50,5 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
                 f"without spaces at its ends, and without {' '.join(_NOT_IN_NAMES)}"
             )
     if importlib.util.find_spec("wandb_workspaces") is None:
-        raise ConfigError(
-            f"the dashboard needs wandb-workspaces; install with: {install('dashboard')}"
-        )
+        raise ConfigError("the dashboard needs wandb-workspaces: pip install wandb-workspaces")
     return args

@@ -25,7 +25,7 @@ from moe_ffn.config import trust
 from moe_ffn.config.errors import command
 from moe_ffn.interop.diff import DTYPES, ModelDifference, diff, short
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report.inspect.text import read_text
+from moe_ffn.runs.texts import read_text
 
 BYTES_PER_TOKEN = 64
 """Bytes of text that are read for each token, so that a large file is not encoded as a whole."""

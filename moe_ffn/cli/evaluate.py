@@ -2,10 +2,13 @@
 bits per byte), and the routing of the sparse layers.
 
 moe-ffn evaluate runs/NAME [--data FILE] [--stride N] [--json FILE]
+moe-ffn evaluate runs/NAME [runs/OTHER ...] --k 1..8 [--html FILE]
 
 The default text is the run's validation split, in the windows of its validations. The text of --data is read
 whole, and each token except the first is predicted once. To evaluate on another validation split, name its
 corpus (--data.corpus.type text --data.corpus.paths books) or a config that names it (--data config.yaml).
+
+--k evaluates with other numbers of experts per token, and prints loss and cost of each.
 """
 
 from __future__ import annotations
@@ -24,11 +27,18 @@ from rich.table import Table
 from torch import Tensor
 
 from moe_ffn.cli.command_line import parse_overrides
-from moe_ffn.cli.parser import Parser, check_output, whole, write_output
+from moe_ffn.cli.parser import (
+    Parser,
+    check_output,
+    whole,
+    whole_number,
+    whole_numbers,
+    write_output,
+)
 from moe_ffn.cli.results import plain_values
 from moe_ffn.config import trust
 from moe_ffn.config.base import Config
-from moe_ffn.config.errors import ConfigError, command, install
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.yaml_files import merge, read_yaml, validate
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.prepare import DataConfig, prepare, validation_batches
@@ -36,7 +46,7 @@ from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import Decoder, short_name
-from moe_ffn.report.html import number
+from moe_ffn.report.html import OPENING, number
 from moe_ffn.runs.folder import TOKENIZER_FILE, check_has_weights
 from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.runs.texts import prepare_data, tokens_of_path
@@ -66,14 +76,29 @@ class Model:
     run: Run | None
     """The run; None for a model folder."""
 
+    @property
+    def setting(self) -> str:
+        """Precision and device, such as `32-true on cpu`."""
+        return f"{self.precision} on {self.decoder.embedding.weight.device}"
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        return evaluate(
+            self.decoder,
+            batches,
+            self.tokenizer.byte_lengths,
+            masked_fraction=self.masked_fraction,
+            precision=self.precision,
+        )
+
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("evaluate"), description=__doc__)
     parser.add_argument(
-        "folder",
+        "folders",
         type=Path,
+        nargs="+",
         metavar="FOLDER",
-        help="folder of a run with a best checkpoint, or model folder",
+        help="folder of a run with a best checkpoint, or model folder; several with --k",
     )
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
     parser.add_argument(
@@ -96,6 +121,23 @@ def main(argv: Sequence[str]) -> int:
         help="tasks of lm-eval, separated by commas: names or folders of task files",
     )
     parser.add_argument(
+        "--k",
+        type=whole_numbers,
+        metavar="NUMBERS",
+        help="experts per token to evaluate with, such as 1..8 or 1,2,4, in all layers whose router has a "
+        "whole k",
+    )
+    parser.add_argument(
+        "--k-at",
+        action="append",
+        default=[],
+        metavar="LAYERS=K",
+        help="with --k: another k for some layers, by Python slice: 0=4 or 1::2=1; may be repeated",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="with --k: also draw loss over FLOPs per token"
+    )
+    parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
     )
     parser.add_argument(
@@ -106,32 +148,66 @@ def main(argv: Sequence[str]) -> int:
     overrides = parse_overrides(dotted_options).get("data", {})
     device = device_of(args.device)
     if args.tasks is not None and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(f"--tasks: lm-eval is not installed; install with: {install('eval')}")
-    check_output("--json", args.json, "{")
-    names_text = args.data is not None or "corpus" in overrides
-    if is_model_folder(args.folder):
-        if not names_text and args.tasks is None:
-            raise ConfigError(
-                f"'{args.folder}' is a model folder, which does not name a text; give one with --data"
-            )
-        model = read_model_folder(args.folder, device, trust_code=args.trust_code)
-    else:
-        check_has_weights(args.folder)
-        model = model_of_run(load_run(args.folder, trust_code=args.trust_code), device)
-    config = data_config(model, args.data, overrides)
-    console = Console(highlight=False)
-    results: dict[str, Any] = {"model": str(args.folder)}
-    if names_text or args.tasks is None:
-        description, batches = windows_of_text(model, config, args.data, args.stride)
-        evaluation = evaluate(
-            model.decoder,
-            batches,
-            model.tokenizer.byte_lengths,
-            masked_fraction=model.masked_fraction,
-            precision=model.precision,
+        raise ConfigError(
+            "--tasks: lm-eval is not installed: pip install lm-eval 'pytablewriter>=1.2'"
         )
-        title = f"{description}; {model.precision} on {device}"
-        print_evaluation(console, title, evaluation)
+    check_output("--json", args.json, "{")
+    check_output("--html", args.html, OPENING)
+    _check_together(args)
+    console = Console(highlight=False)
+    if args.k is None:
+        model, config = _read(args, args.folders[0], overrides, device)
+        results = _evaluate_once(args, model, config, "corpus" in overrides, console)
+    else:
+        models = [_read(args, folder, overrides, device) for folder in args.folders]
+        results = _evaluate_each_k(args, models, console)
+    if args.json is not None:
+        write_output("--json", args.json, json.dumps(plain_values(results), indent=2) + "\n")
+        print(f"written: {args.json}")
+    return 0
+
+
+def _check_together(args: Any) -> None:
+    """Raise ConfigError for options that exclude or need each other."""
+    if args.k is not None:
+        if args.tasks is not None:
+            raise ConfigError("--tasks: cannot be used with --k; leave one of them out")
+        return
+    if len(args.folders) > 1:
+        raise ConfigError(
+            f"'{args.folders[1]}' is a second folder, which needs --k; evaluate one at a time, or give --k"
+        )
+    for option, value in {"--k-at": args.k_at, "--html": args.html}.items():
+        if value:
+            raise ConfigError(
+                f"{option}: needs --k; add --k, such as --k 1..8, or leave {option} out"
+            )
+
+
+def _read(
+    args: Any, folder: Path, overrides: Mapping[str, Any], device: torch.device
+) -> tuple[Model, DataConfig]:
+    if is_model_folder(folder):
+        if args.data is None and "corpus" not in overrides and args.tasks is None:
+            raise ConfigError(
+                f"'{folder}' is a model folder, which does not name a text; give one with --data"
+            )
+        model = read_model_folder(folder, device, trust_code=args.trust_code)
+    else:
+        check_has_weights(folder)
+        model = model_of_run(load_run(folder, trust_code=args.trust_code), device)
+    return model, data_config(model, args.data, overrides)
+
+
+def _evaluate_once(
+    args: Any, model: Model, config: DataConfig, names_corpus: bool, console: Console
+) -> dict[str, Any]:
+    """Print loss and routing on a text, or the results of tasks; return them for JSON."""
+    results: dict[str, Any] = {"model": str(model.folder)}
+    if args.data is not None or names_corpus or args.tasks is None:
+        description, batches = windows_of_text(model, config, args.data, args.stride)
+        evaluation = model.evaluate(batches)
+        print_evaluation(console, f"{description}; {model.setting}", evaluation)
         results |= {"data": description, "precision": model.precision, **evaluation.to_dict()}
     if args.tasks is not None:
         from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
@@ -139,10 +215,7 @@ def main(argv: Sequence[str]) -> int:
         harness = HarnessModel(model.decoder, model.tokenizer, config.batch_size)
         results["tasks"] = evaluate_tasks(harness, args.tasks.split(","))
         console.print(task_table(results["tasks"]))
-    if args.json is not None:
-        write_output("--json", args.json, json.dumps(plain_values(results), indent=2) + "\n")
-        print(f"written: {args.json}")
-    return 0
+    return results
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -318,6 +391,75 @@ def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
                 cells[index] = format_cell(values)
         table.add_row(short_name(layer), *cells)
     return table
+
+
+# -- other numbers of experts per token
+
+
+def _evaluate_each_k(
+    args: Any, models: Sequence[tuple[Model, DataConfig]], console: Console
+) -> dict[str, Any]:
+    """Evaluate every model with every k; print a table, write the page, and return the results for JSON."""
+    k_at = dict(map(_layers_and_k, args.k_at))
+    for model, _ in models:  # before the first evaluation
+        try:
+            for k in args.k:
+                model.decoder.config.with_k({":": k}, "--k")
+                model.decoder.config.with_k({":": k, **k_at}, "--k-at")
+        except ValueError as error:
+            raise ConfigError(f"'{model.folder}': {error}") from error
+    results: dict[str, Any] = {"models": {}}
+    for model, config in models:
+        description, batches = windows_of_text(model, config, args.data, args.stride)
+        windows = list(batches)
+        console.print(
+            f"{model.folder}: {description}; {model.setting}", markup=False, soft_wrap=True
+        )
+        table = Table("k", "loss", "perplexity", "FLOPs per token", box=None, pad_edge=False)
+        for column in table.columns:
+            column.justify = "right"
+        points: list[dict[str, Any]] = []
+        for k in args.k:
+            decoder = model.decoder
+            decoder.set_k({":": k, **k_at})
+            evaluation = model.evaluate(windows)
+            sizes = decoder.embedding.num_embeddings, config.seq_len
+            flops = decoder.config.flops_per_token(*sizes)
+            points.append({"k": k, "flops_per_token": flops, **evaluation.to_dict()})
+            perplexity = number(evaluation.perplexity, ".4g")
+            table.add_row(f"{k}", f"{evaluation.loss:.4f}", perplexity, f"{flops:,}")
+        console.print(table)
+        results["models"][str(model.folder)] = {"data": description, "k": points}
+    if args.html is not None:
+        write_output("--html", args.html, _page_of_curves(results["models"]))
+        print(f"written: {args.html}")
+    return results | {"k_at": k_at}
+
+
+def _layers_and_k(text: str) -> tuple[str, int]:
+    """Parse `1::2=4`."""
+    layers, _, k = text.rpartition("=")
+    parsed = whole_number(k, 1)
+    if parsed is None or not layers:
+        raise ConfigError(f"--k-at: must be LAYERS=K, such as 0=4 or 1::2=1, got '{text}'")
+    return layers, parsed
+
+
+def _page_of_curves(models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a page with the loss of each model over the FLOPs per token."""
+    # Imported here, since the tables do not need plotly.
+    from moe_ffn.report.plots import figures_page
+    from moe_ffn.report.studies.arm_sizes import SizedLine, over_sizes
+
+    lines: list[SizedLine] = []
+    for folder, model in models.items():
+        losses = {point["flops_per_token"]: [point["loss"]] for point in model["k"]}
+        names = {point["flops_per_token"]: f"k = {point['k']}" for point in model["k"]}
+        lines.append(SizedLine(folder, losses, labels={} if lines else names))
+    title = "Loss by experts per token"
+    figure: Any = over_sizes(lines, "forward FLOPs per token", title)
+    figure.update_layout(meta={**figure.layout.meta, "note": "A line is a model, a point one k."})
+    return figures_page(title, [figure])
 
 
 # -- tasks of lm-eval

@@ -75,6 +75,21 @@ def layer_numbers(text: str) -> list[int]:
     return layers
 
 
+def whole_numbers(text: str) -> list[int]:
+    """Parse `1,2,4` or `1..8` as numbers from 1; an argparse type."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        low = whole_number(first, 1)
+        high = whole_number(last, 1) if dots else low
+        if low is None or high is None or not 0 <= high - low < 1000:
+            raise argparse.ArgumentTypeError(
+                f"must be numbers from 1 or ascending ranges, such as 1..8 or 1,2,4, got '{text}'"
+            )
+        numbers += range(low, high + 1)
+    return list(dict.fromkeys(numbers))
+
+
 class Parser(argparse.ArgumentParser):
     """Parser with `--version`, `-v` and `-q`; it raises ConfigError for a mistake and splits no word."""
 

@@ -36,7 +36,7 @@ from rich.text import Text
 
 from moe_ffn.cli.command_line import overrides_of
 from moe_ffn.cli.parser import Parser, whole
-from moe_ffn.config.errors import ConfigError, command, did_you_mean, install, printable, show
+from moe_ffn.config.errors import ConfigError, command, did_you_mean, printable, show
 from moe_ffn.config.trust import FLAG, HELP, accepting_code
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import write_atomically
@@ -285,6 +285,6 @@ def train(sweep: Sweep) -> int:
     for job in failed:
         log.warning("%s: %s", job.name, printable(job.problem))
     if len(failed) < len(sweep.jobs):
-        note = "" if find_spec("scipy") else f" (needs scipy; {install('studies')})"
+        note = "" if find_spec("scipy") else " (needs scipy: pip install scipy)"
         print(f"\ncompare them: {command('compare')} {folder}{note}")
     return 1 if failed else 0

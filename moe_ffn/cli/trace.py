@@ -17,7 +17,7 @@ from rich.console import Console
 from moe_ffn.cli.parser import Parser, check_output, layer_numbers, write_output
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.trust import accepting_code
-from moe_ffn.interop.transformers_folder import is_transformers_folder, route_text
+from moe_ffn.interop.load_models import is_transformers_folder, route_text
 from moe_ffn.model.decoder import layer_number
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.trace import (

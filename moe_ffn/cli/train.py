@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from moe_ffn.cli import require_packages
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_SIGNAL, announce_import
 from moe_ffn.cli.parser import Parser
@@ -24,7 +25,7 @@ from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.report.html import compact
 from moe_ffn.runs import folder as run_folder
-from moe_ffn.runs.config import Resume, TrainConfig, saved_config
+from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.identity import resume_with
 from moe_ffn.runs.memory import training_needs
@@ -110,7 +111,9 @@ def train(options: Mapping[str, Any] | str | Path) -> Run:
     Raises:
         ConfigError: one line per mistake in the options.
         TrainingError: training failed, diverged or was interrupted.
+        ModuleNotFoundError: a package of the extra `train` is missing.
     """
+    require_packages()
     if not isinstance(options, Mapping):
         options = read_yaml(Path(options), where=f"'{options}'")
     folder = _train(validate(TrainConfig, merge(TrainConfig().to_dict(), options)), None)
@@ -171,7 +174,7 @@ def find_resume(run: str, argv: Sequence[str]) -> Resume:
     arguments = [f"--config={folder / run_folder.CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
         parse(arguments)  # exits, and runs no custom code
-    own = saved_config(folder / run_folder.CONFIG_FILE)
+    own = run_folder.saved_config(folder)
     return resume_with(parse(arguments), own, folder, is_named=bool(run))
 
 

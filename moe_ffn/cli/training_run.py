@@ -18,12 +18,14 @@ from moe_ffn.cli.results import describe_data, model_table, print_results, summa
 from moe_ffn.config.environment import is_first_rank
 from moe_ffn.config.errors import ConfigError, command, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
+from moe_ffn.config.option_tree import show_value
 from moe_ffn.config.trust import trust
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare, validation_batches
 from moe_ffn.experts.base import compile_kernels
 from moe_ffn.files import reason
 from moe_ffn.metrics import unigram_loss
+from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.page import write_report
 from moe_ffn.runs import assemble, custom_code
 from moe_ffn.runs import folder as run_folder
@@ -80,9 +82,12 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
     with explaining_custom_errors():
         data = prepare(config.data)
         run_prompt(config.sample, data, config.data.seq_len)  # raises before the folder is made
+        teacher = read_teacher(config, data)
         torch.manual_seed(config.seed)
         module = assemble.build_module(config, data, hardware.layout)
         check_num_params(module.decoder)
+    if teacher is not None:
+        module.learn_from(teacher)
     console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
     for line in (*config.notes(), f"\n{describe_data(data)}"):
         say(line)
@@ -126,6 +131,31 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         if is_main:
             finish(config, data, module, trainer, callbacks, loggers, console, say)
     return folder
+
+
+def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | None:
+    """Read the teacher of `objective.distill`; None if there is none.
+
+    Raises:
+        ConfigError: its tokens, its direction or its longest sequence do not fit the run.
+    """
+    if config.objective.distill is None:
+        return None
+    source = read_source(config.objective.distill.teacher, "objective.distill.teacher")
+    source.require_same_tokens(data.tokenizer)
+    teacher = source.decoder
+    ours, theirs = config.model.causal, teacher.config.causal
+    if ours != theirs:
+        raise ConfigError(
+            f"{source.option}: '{source.folder}' has model.causal {show_value(theirs)} and this run has "
+            f"{show_value(ours)}, so they predict other tokens; use a teacher like the run"
+        )
+    if config.data.seq_len > teacher.max_seq_len:
+        raise ConfigError(
+            f"{source.option}: '{source.folder}' reads up to {teacher.max_seq_len} tokens, fewer than "
+            f"data.seq_len ({config.data.seq_len}); lower data.seq_len, or use another teacher"
+        )
+    return teacher
 
 
 def read_initial_weights(config: TrainConfig) -> Source | None:

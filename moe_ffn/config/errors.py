@@ -165,6 +165,10 @@ def expand_path(path: str, key: str) -> Path:
     """Replace `~` in a path; raise a ConfigError that names the key if that fails."""
     if "\0" in path:
         raise ConfigError(f"{key}: {path!r} contains a NUL character; remove it")
+    if "\n" in path:
+        raise ConfigError(
+            f"{key}: {show(path)} is a text of several lines; give a file with this text"
+        )
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # `~somebody` who does not exist
@@ -181,9 +185,9 @@ def command(program: str) -> str:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra: `pip install 'moe_ffn[train]'`, in a clone `'.[train]'`."""
-    name = "." if (_ROOT / "pyproject.toml").is_file() else "moe_ffn"
-    return f"pip install '{name}[{extra}]'"
+    """Return the command that installs an extra; in a clone, an install without -e would copy the package."""
+    is_clone = (_ROOT / "pyproject.toml").is_file()
+    return f"pip install -e '.[{extra}]'" if is_clone else f"pip install 'moe_ffn[{extra}]'"
 
 
 _RULES = {

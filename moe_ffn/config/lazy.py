@@ -9,18 +9,25 @@ from typing import Any
 
 
 def lazy_names(
-    package: str, names: Mapping[str, str]
+    package: str, names: Mapping[str, str], install: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package whose attributes are imported on first use.
 
     Args:
         package: its `__name__`.
         names: public name -> the module that defines it.
+        install: command for the error if a package is missing; None: the error of the import stays.
     """
 
     def get(name: str) -> Any:
         if name in names:
-            return getattr(import_module(names[name]), name)
+            try:
+                return getattr(import_module(names[name]), name)
+            except ModuleNotFoundError as error:
+                if install is None:
+                    raise
+                need = f"{package}.{name} needs {error.name}: {install}"
+                raise ModuleNotFoundError(need, name=error.name) from error
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def list_names() -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, TypeAdapter, WrapValidator
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig
 from moe_ffn.config.errors import ConfigError
@@ -139,15 +138,3 @@ TRAINING_FLOPS = 3
 def linear_flops(d_in: int, d_out: int) -> int:
     """Return the forward FLOPs of one token: a multiplication and an addition per weight."""
     return 2 * d_in * d_out
-
-
-@torch.no_grad()
-def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
-    """Fill (..., out, in) weights, and their bias, from U(-1/sqrt(in), 1/sqrt(in)).
-
-    `nn.Linear` initialises one matrix like this; `nn.init` would count the expert axis as fan-in.
-    """
-    bound = 1 / math.sqrt(weight.shape[-1])
-    nn.init.uniform_(weight, -bound, bound)
-    if bias is not None:
-        nn.init.uniform_(bias, -bound, bound)

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, expand_path, first_line, install, show
+from moe_ffn.config.errors import ConfigError, expand_path, first_line, show
 from moe_ffn.files import read_object, reason
 
 
@@ -359,7 +359,6 @@ def _import_tokenizers() -> Any:
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            "data.tokenizer.type: 'bpe' needs the tokenizers package; install with: "
-            f"{install('train')}"
+            "data.tokenizer.type: 'bpe' needs the tokenizers package: pip install tokenizers"
         ) from error
     return tokenizers

@@ -6,6 +6,7 @@ T tokens, D model width, E experts, F hidden width, O output width, I input widt
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,7 +19,6 @@ from moe_ffn.config.sizes import (
     HiddenWidth,
     gated_width,
     given_width,
-    init_linear_,
     linear_flops,
     linear_params,
     round_width,
@@ -31,7 +31,7 @@ from moe_ffn.kernels.activations import (
     GLUOptions,
     SoftCapOptions,
 )
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.base import ExpertWeights, init_linear_
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
 from moe_ffn.outputs import Plan
 
@@ -84,13 +84,17 @@ class MatrixExperts(Experts):
     activation: Activation
     down: nn.Parameter
     """(E, D, F)"""
+    before_products: Callable[[ExpertWeights], ExpertWeights] = staticmethod(
+        lambda weights: weights
+    )
+    """Function of the weights of this rank before each forward pass; a wrapper may set it."""
 
     @abstractmethod
     def weights(self) -> ExpertWeights: ...
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        weights = self.weights().with_adapters_of(self)
-        return run_experts(x_TD, plan, weights.on_this_rank(), self.config.backend)
+        weights = self.weights().with_adapters_of(self).on_this_rank()
+        return run_experts(x_TD, plan, self.before_products(weights), self.config.backend)
 
     @property
     def dropout(self) -> float:
@@ -225,13 +229,3 @@ class GatedExperts(MatrixExperts):
     def up(self) -> Tensor:
         """(E, F, D)"""
         return self.gate_up.chunk(2, dim=1)[1]
-
-    @property
-    def gate_bias(self) -> Tensor | None:
-        """(E, F)"""
-        return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[0]
-
-    @property
-    def up_bias(self) -> Tensor | None:
-        """(E, F)"""
-        return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[1]

@@ -104,6 +104,9 @@ class LatentExpertsConfig(ExpertsWrapperConfig, frozen=True):
     LatentMoE (Elango et al. 2026, arXiv:2601.18089), tested up to 95 B parameters and 1 T tokens; Nemotron 3.
     The weights of an expert, and the tokens that ranks exchange, are d_model / width times smaller. Not
     counting the projections, that many times more experts and experts per token cost the same.
+
+    Kimi K3 normalises the sum before W_out, as its scale depends on the chosen experts (report, equation 11;
+    Megatron-LM #6804): `experts: {type: normed, output: {}}`.
     """
 
     type: Literal["latent"] = "latent"

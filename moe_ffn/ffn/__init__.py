@@ -12,28 +12,49 @@ from pydantic import ValidationError
 
 from moe_ffn.config.base import require_count
 from moe_ffn.config.errors import ConfigError, explain
-from moe_ffn.ffn.base import FFNBlock as FFNBlock
-from moe_ffn.ffn.base import FFNConfig as FFNConfig
-from moe_ffn.ffn.chain_of_experts import ChainOfExpertsConfig as ChainOfExpertsConfig
-from moe_ffn.ffn.dense import ClampedSwiGLUConfig as ClampedSwiGLUConfig
-from moe_ffn.ffn.dense import ConvConfig as ConvConfig
-from moe_ffn.ffn.dense import DenseConfig as DenseConfig
-from moe_ffn.ffn.dense import GatedConfig as GatedConfig
-from moe_ffn.ffn.dense import IdentityConfig as IdentityConfig
-from moe_ffn.ffn.dense import SoftCappedSwiGLUConfig as SoftCappedSwiGLUConfig
-from moe_ffn.ffn.match import WidthMatch as WidthMatch
-from moe_ffn.ffn.match import solve_widths as solve_widths
-from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsConfig as MixtureOfDepthsConfig
-from moe_ffn.ffn.moe import MoEConfig as MoEConfig
-from moe_ffn.ffn.ngram_memory import NgramMemoryConfig as NgramMemoryConfig
-from moe_ffn.ffn.shared_expert import CombineConfig as CombineConfig
-from moe_ffn.ffn.soft_moe import SoftMoEConfig as SoftMoEConfig
-from moe_ffn.ffn.wrappers import BiasedConfig as BiasedConfig
-from moe_ffn.ffn.wrappers import JitteredConfig as JitteredConfig
-from moe_ffn.ffn.wrappers import NormedConfig as NormedConfig
-from moe_ffn.ffn.zero_computation import ZeroComputationConfig as ZeroComputationConfig
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.chain_of_experts import ChainOfExpertsConfig
+from moe_ffn.ffn.dense import (
+    ClampedSwiGLUConfig,
+    ConvConfig,
+    DenseConfig,
+    GatedConfig,
+    IdentityConfig,
+    SoftCappedSwiGLUConfig,
+)
+from moe_ffn.ffn.match import WidthMatch, solve_widths
+from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsConfig
+from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.ffn.ngram_memory import NgramMemoryConfig
+from moe_ffn.ffn.shared_expert import CombineConfig
+from moe_ffn.ffn.soft_moe import SoftMoEConfig
+from moe_ffn.ffn.wrappers import BiasedConfig, JitteredConfig, NormedConfig
+from moe_ffn.ffn.zero_computation import ZeroComputationConfig
 from moe_ffn.kernels.memory import memory_errors_as_config_errors
-from moe_ffn.routing.capacity import CapacityConfig as CapacityConfig
+
+__all__ = [
+    "BiasedConfig",
+    "ChainOfExpertsConfig",
+    "ClampedSwiGLUConfig",
+    "CombineConfig",
+    "ConvConfig",
+    "DenseConfig",
+    "FFNBlock",
+    "FFNConfig",
+    "GatedConfig",
+    "IdentityConfig",
+    "JitteredConfig",
+    "MixtureOfDepthsConfig",
+    "MoEConfig",
+    "NgramMemoryConfig",
+    "NormedConfig",
+    "SoftCappedSwiGLUConfig",
+    "SoftMoEConfig",
+    "WidthMatch",
+    "ZeroComputationConfig",
+    "build_ffn",
+    "solve_widths",
+]
 
 
 def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNBlock:

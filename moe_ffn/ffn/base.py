@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from moe_ffn import html_repr
+from moe_ffn import notebook_cards
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import HasRequirements, Unsupported, UseCase, first_unsupported
 from moe_ffn.config.sizes import MatchConfig
@@ -165,6 +165,14 @@ class FFNConfig(TaggedConfig, frozen=True):
         A training step needs three times as many.
         """
 
+    def with_k(self, k: int, d_model: int) -> Self:
+        """Return a config for evaluation with k experts per token, of the same width as now.
+
+        It changes routers with a whole k, such as `top_k`, also in inner blocks; see `RouterConfig.with_k`.
+        """
+        blocks = {option: block.with_k(k, d_model) for option, block in self.inner_blocks().items()}
+        return self.model_copy(update=blocks)
+
     def describe(self) -> str:
         """Return a short description for tables."""
         return self.type
@@ -228,7 +236,7 @@ class FFNBlock(nn.Module, ABC):
                 "d_model": f"{d_model:,}",
             }
         title = config.describe() if isinstance(config, FFNConfig) else type(self).__name__
-        return html_repr.card(title, facts, html_repr.folded("modules", repr(self)))
+        return notebook_cards.card(title, facts, notebook_cards.folded("modules", repr(self)))
 
     def place_experts(self, place: PlaceExperts) -> None:
         """Divide the experts among ranks with `place`, and keep the dispatcher that it returns.

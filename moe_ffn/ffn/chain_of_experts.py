@@ -90,7 +90,7 @@ class ChainOfExpertsFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
-        self.ffn.refuse_vmap(x)
+        self.ffn.reject_vmap(x)
         hidden = without_padding(x, context)
         routings: dict[str, Routing] = {}
         shares: dict[str, Tensor] = {}

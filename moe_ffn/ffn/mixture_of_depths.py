@@ -24,7 +24,7 @@ from moe_ffn.ffn.base import (
     prefix_names,
 )
 from moe_ffn.ffn.dense import GatedConfig
-from moe_ffn.kernels.base import is_transform_on, needs_static_shapes, refuse_vmap
+from moe_ffn.kernels.base import is_transform_on, needs_static_shapes, reject_vmap
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
@@ -124,7 +124,7 @@ class MixtureOfDepthsFFN(FFNBlock):
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
         if is_transform_on():
-            refuse_vmap(
+            reject_vmap(
                 x,
                 self.parameters(),
                 "a mixture of depths, because the sizes of its sequences depend on the data",

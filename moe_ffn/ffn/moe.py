@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -30,7 +30,7 @@ from moe_ffn.ffn.base import (
 )
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
-from moe_ffn.kernels.base import is_transform_on, refuse_vmap
+from moe_ffn.kernels.base import is_transform_on, reject_vmap
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing import RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
@@ -146,6 +146,13 @@ class MoEConfig(FFNConfig, frozen=True):
         routed = self.expert_stack.flops_per_token(d_model, pairs)
         return routed + shared + router + wrapper + self.zero_computation.flops_per_token(d_model)
 
+    def with_k(self, k: int, d_model: int) -> Self:
+        changed, router = super().with_k(k, d_model), self.router.with_k(k)
+        if router is None:
+            return changed
+        experts = self.experts.with_fixed_width(d_model, self.experts_per_token)
+        return changed.model_copy(update={"router": router, "experts": experts})
+
     def describe(self) -> str:
         return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"
 
@@ -183,7 +190,7 @@ class MoEFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
-        self.refuse_vmap(x)
+        self.reject_vmap(x)
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         return self.run_experts(routing, x_TD.view_as(x), context)
@@ -208,10 +215,10 @@ class MoEFFN(FFNBlock):
         output = FFNOutput(y_TD.to(x.dtype).view_as(x), {OWN_ROUTING: routing})
         return self._with_shared(output, shared, x, context)
 
-    def refuse_vmap(self, x: Tensor) -> None:
+    def reject_vmap(self, x: Tensor) -> None:
         """Raise ValueError for tensors batched by torch.func.vmap, unless the experts are table rows."""
         if is_transform_on() and not self.experts.are_embeddings:
-            refuse_vmap(x, self.parameters())
+            reject_vmap(x, self.parameters())
 
     @property
     def _experts_without_adapters(self) -> Experts:

@@ -19,7 +19,7 @@ from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, check_input, flatten_tokens
-from moe_ffn.kernels.base import is_transform_on, refuse_vmap, without_autocast
+from moe_ffn.kernels.base import is_transform_on, reject_vmap, without_autocast
 from moe_ffn.outputs import FFNOutput, Plan, TokenContext
 
 
@@ -98,7 +98,7 @@ class SoftMoEFFN(FFNBlock):
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
         if is_transform_on():
-            refuse_vmap(x, self.parameters())
+            reject_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         length = max(flat.sequence_length or 1, 1)
         x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)

@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config, describe_options
-from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
+from moe_ffn.config.sizes import linear_flops, linear_params
+from moe_ffn.kernels.base import init_linear_
 from moe_ffn.outputs import Routing
 
 

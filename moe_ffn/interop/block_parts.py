@@ -87,7 +87,7 @@ class LiveOptions(Mapping[str, Any]):
         return len({*vars(self.config), *self.defaults})
 
 
-def their_option(name: str) -> Callable[[Any], Any]:
+def hf_option(name: str) -> Callable[[Any], Any]:
     """Return a function that reads an option of their config."""
     return attrgetter(name)
 
@@ -148,19 +148,19 @@ def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
     return lambda config: template if getattr(config, option) else otherwise
 
 
-K = their_option("num_experts_per_tok")
+K = hf_option("num_experts_per_tok")
 INTERMEDIATE, MOE_INTERMEDIATE = (
-    their_option("intermediate_size"),
-    their_option("moe_intermediate_size"),
+    hf_option("intermediate_size"),
+    hf_option("moe_intermediate_size"),
 )
 SOFTMAX = {"type": "top_k", "k": K}
 RENORMALIZED = {**SOFTMAX, "renormalize": True}
 SOFTMAX_OF_CHOSEN = {**SOFTMAX, "softmax": "after"}
-QWEN = {**SOFTMAX, "renormalize": their_option("norm_topk_prob")}
-GROUPED = {**QWEN, "scale": their_option("routed_scaling_factor"), "groups": groups}
+QWEN = {**SOFTMAX, "renormalize": hf_option("norm_topk_prob")}
+GROUPED = {**QWEN, "scale": hf_option("routed_scaling_factor"), "groups": groups}
 SIGMOID = {"type": "sigmoid_top_k", "k": K}
-BIASED = {**SIGMOID, "scale": their_option("routed_scaling_factor")}
-BIASED_GROUPS = {**BIASED, "renormalize": their_option("norm_topk_prob"), "groups": groups}
+BIASED = {**SIGMOID, "scale": hf_option("routed_scaling_factor")}
+BIASED_GROUPS = {**BIASED, "renormalize": hf_option("norm_topk_prob"), "groups": groups}
 
 
 def moe(
@@ -174,7 +174,7 @@ def moe(
         options: our options to add or change.
     """
     experts = {"type": gate(), "d_ff": width}
-    base = {"type": "moe", "num_experts": their_option(count), "router": router, "experts": experts}
+    base = {"type": "moe", "num_experts": hf_option(count), "router": router, "experts": experts}
     return merged(base, options)
 
 
@@ -182,14 +182,14 @@ def jittered(ffn: Template, option: str) -> Template:
     """Return a template with noise on the block's input, if their option is not 0."""
     return lambda config: (
         {"type": "jittered", "jitter": noise, "ffn": ffn}
-        if (noise := their_option(option)(config))
+        if (noise := hf_option(option)(config))
         else ffn
     )
 
 
 def shared(width: str, count: str | None = None, **options: Any) -> Template:
     """Return the template of a gated shared expert, whose width is the product of their options."""
-    d_ff = product_of(width, count) if count else their_option(width)
+    d_ff = product_of(width, count) if count else hf_option(width)
     return {"type": gate(), "d_ff": d_ff, **options}
 
 
@@ -320,7 +320,7 @@ DEEPSEEK_V2 = BlockEntry(
     moe(
         {
             **SOFTMAX,
-            "scale": their_option("routed_scaling_factor"),
+            "scale": hf_option("routed_scaling_factor"),
             "groups": lambda c: (
                 None
                 if c.topk_method == "greedy"
@@ -329,7 +329,7 @@ DEEPSEEK_V2 = BlockEntry(
         },
         count="n_routed_experts",
         shared_expert=shared(
-            "moe_intermediate_size", "n_shared_experts", bias=their_option("mlp_bias")
+            "moe_intermediate_size", "n_shared_experts", bias=hf_option("mlp_bias")
         ),
     ),
     supported={"topk_method": ("greedy", "group_limited_greedy")},
@@ -339,7 +339,7 @@ DEEPSEEK_V2 = BlockEntry(
 CLAMPED = {
     "type": translated(dict.fromkeys(("silu", "swish"), "clamped_swiglu"), "hidden_act"),
     "alpha": 1.0,
-    "limit": their_option("swiglu_limit"),
+    "limit": hf_option("swiglu_limit"),
     "added": 0.0,
 }
 DEEPSEEK_V4 = BlockEntry(
@@ -349,7 +349,7 @@ DEEPSEEK_V4 = BlockEntry(
         INTERMEDIATE,
         "num_local_experts",
         experts=CLAMPED,
-        shared_expert={**CLAMPED, "d_ff": INTERMEDIATE, "bias": their_option("mlp_bias")},
+        shared_expert={**CLAMPED, "d_ff": INTERMEDIATE, "bias": hf_option("mlp_bias")},
     ),
     small={"mlp_layer_types": ["moe", "moe"]},
 )
@@ -376,7 +376,7 @@ GRANITE_LAYER = GRANITE.with_changes(
     },
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
 )
-EPS = {"eps": their_option("rms_norm_eps")}
+EPS = {"eps": hf_option("rms_norm_eps")}
 GEMMA = BlockEntry(
     "Gemma4TextDecoderLayer",
     {
@@ -384,10 +384,10 @@ GEMMA = BlockEntry(
         "output": EPS,
         "ffn": {
             "type": "moe",
-            "num_experts": their_option("num_experts"),
+            "num_experts": hf_option("num_experts"),
             "router": {
                 "type": "top_k",
-                "k": their_option("top_k_experts"),
+                "k": hf_option("top_k_experts"),
                 "renormalize": True,
                 "learned_scale": "expert",
                 "input_norm": EPS,
@@ -431,16 +431,16 @@ SWITCH_FFN = moe(
     {
         "type": "top_k",
         "k": 1,
-        "bias": their_option("router_bias"),
-        "jitter": their_option("router_jitter_noise"),
+        "bias": hf_option("router_bias"),
+        "jitter": hf_option("router_jitter_noise"),
     },
-    their_option("d_ff"),
+    hf_option("d_ff"),
     experts={
         "type": "mlp",
-        "activation": their_option("dense_act_fn"),
-        "dropout": their_option("dropout_rate"),
+        "activation": hf_option("dense_act_fn"),
+        "dropout": hf_option("dropout_rate"),
     },
-    capacity={"per_sequence": their_option("expert_capacity")},
+    capacity={"per_sequence": hf_option("expert_capacity")},
 )
 SWITCH = BlockEntry(
     "SwitchTransformersSparseMLP",

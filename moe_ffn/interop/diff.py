@@ -23,6 +23,17 @@ from moe_ffn.config.errors import ConfigError, first_line, nearest_or_all, show
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.files import kind_of
+from moe_ffn.interop.load_models import (
+    encode_utf8,
+    is_adapter_folder,
+    is_transformers_folder,
+    load_adapter,
+    load_hf_model,
+    load_hf_tokenizer,
+    max_length_of,
+    require_known_ids,
+    wrong_base,
+)
 from moe_ffn.interop.replaying import (
     count_experts,
     read_experts,
@@ -32,16 +43,6 @@ from moe_ffn.interop.replaying import (
 )
 from moe_ffn.interop.routings import routing_modules, watch
 from moe_ffn.interop.transformers import register
-from moe_ffn.interop.transformers_folder import (
-    encode_utf8,
-    is_adapter_folder,
-    is_transformers_folder,
-    load_adapter,
-    load_hf_model,
-    load_hf_tokenizer,
-    max_length_of,
-    wrong_base,
-)
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.model.decoder import Decoder, is_inner, layer_number, short_name
 from moe_ffn.outputs import Routing, dtype_name
@@ -455,11 +456,7 @@ def _encode(sides: tuple[_Side, _Side], text: bytes) -> Tensor:
         )
     if not ids:
         raise ConfigError("--text: is empty; give some text")
-    if max(ids) >= sides[0].vocab_size:
-        raise ConfigError(
-            f"'{encoded[0][0].folder / TOKENIZER_FILE}' does not fit this model: it produced token id "
-            f"{max(ids)}, but the vocabulary has {sides[0].vocab_size} tokens"
-        )
+    require_known_ids(ids, sides[0].vocab_size, encoded[0][0].folder)
     return torch.tensor(ids)
 
 

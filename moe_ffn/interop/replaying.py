@@ -22,9 +22,9 @@ from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock
 from moe_ffn.interop.routings import (
     call_arguments,
     inputs_of_experts,
-    modules_beside,
     number_of_layers,
     routing_modules,
+    sibling_modules,
 )
 from moe_ffn.model.decoder import layer_number
 from moe_ffn.outputs import Routing, TokenContext
@@ -86,7 +86,7 @@ class _Replay:
             before: Any = self._before_block
             if not isinstance(module, FFNBlock):
                 before = self._before_experts
-                for router in modules_beside(model, modules[name]):
+                for router in sibling_modules(model, modules[name]):
                     choice = _GivenChoice(partial(self._given, name), module.num_experts)
                     self._register(hooks, router.register_forward_pre_hook(choice.enter))
                     self._register(

@@ -86,7 +86,7 @@ class Watcher:
             if isinstance(module, FFNBlock):
                 register(module.register_forward_hook(partial(self._after_block, name)))
                 continue
-            for sibling in modules_beside(model, path):
+            for sibling in sibling_modules(model, path):
                 register(sibling.register_forward_hook(partial(self._after_sibling, name)))
             before = partial(self._before_experts, name)
             register(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -206,7 +206,7 @@ def number_of_layers(model: nn.Module, modules: Mapping[str, str]) -> int:
     return len(list(model.get_submodule(path).children()))
 
 
-def modules_beside(model: nn.Module, path: str) -> list[nn.Module]:
+def sibling_modules(model: nn.Module, path: str) -> list[nn.Module]:
     """Return the modules next to the experts at `path`, of which one is their router."""
     path = re.sub(r"(\.base_layer)+$", "", path)  # adapters of peft wrap the experts
     parent, _, own = path.rpartition(".")

@@ -66,10 +66,10 @@ def register(
         grads = backward(grad_y_TD, *ctx.saved_tensors, *ctx.options, wanted)
         return (*(g if want else None for g, want in zip(grads, wanted, strict=True)), *rest)
 
-    def refuse(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def reject(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         raise no_second_derivative(backend)
 
     forward.register_fake(fake)
     backward.register_fake(fake_backward)
     forward.register_autograd(differentiate, setup_context=save)
-    backward.register_autograd(refuse)
+    backward.register_autograd(reject)

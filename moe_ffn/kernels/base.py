@@ -6,6 +6,7 @@ without a gate; 2 F with one, the F gate rows first, then the F up rows; R rank 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -181,7 +182,7 @@ NO_TRANSFORMS = (
 """Error of backends whose derivatives would omit the experts, or fail deep inside torch."""
 
 
-def refuse_vmap(
+def reject_vmap(
     x: Tensor,
     parameters: Iterable[Tensor | None],
     reason: str = "experts, because the sizes of their products depend on the data",
@@ -215,7 +216,7 @@ def no_second_derivative(backend: str) -> RuntimeError:
     )
 
 
-def refuse_more_derivatives(backend: str, grad: Tensor) -> None:
+def reject_more_derivatives(backend: str, grad: Tensor) -> None:
     """Raise in a hand-written backward pass that is differentiated again, or whose gradients are batched.
 
     `once_differentiable` is not enough: torch skips its error if only d/dx is computed.
@@ -354,3 +355,15 @@ def autograd_in_operators() -> Iterator[None]:
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         yield
+
+
+@torch.no_grad()
+def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
+    """Fill (..., out, in) weights, and their bias, from U(-1/sqrt(in), 1/sqrt(in)).
+
+    `nn.Linear` initialises one matrix like this; `nn.init` would count the expert axis as fan-in.
+    """
+    bound = 1 / math.sqrt(weight.shape[-1])
+    nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        nn.init.uniform_(bias, -bound, bound)

@@ -32,7 +32,7 @@ from moe_ffn.kernels.base import (
     is_transform_on,
     needs_gradient,
     product_dtype_on_cpu,
-    refuse_more_derivatives,
+    reject_more_derivatives,
     without_autocast,
 )
 from moe_ffn.kernels.native.build import unavailable_reason
@@ -143,7 +143,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_more_derivatives("cpu", grads[0])
+        reject_more_derivatives("cpu", grads[0])
         # Read once: under activation checkpointing, each read recomputes the tensors.
         (
             x_TD,

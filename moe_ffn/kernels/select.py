@@ -14,7 +14,7 @@ from moe_ffn.kernels.base import (
     check_dtype,
     has_no_data,
     is_transform_on,
-    refuse_vmap,
+    reject_vmap,
 )
 from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_unsupported_reason, loop
 from moe_ffn.kernels.triton import backend as triton
@@ -48,7 +48,7 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
     """
     check_dtype(x_TD, weights.up_EHD)
     if is_transform_on():
-        refuse_vmap(x_TD, (plan.weights_N, *weights.parameters))
+        reject_vmap(x_TD, (plan.weights_N, *weights.parameters))
     if has_no_data(x_TD) and not torch.compiler.is_exporting():
         return cpu.run_operator(x_TD, plan, weights)  # all backends have equal output shapes
     if backend == "auto":

@@ -5,10 +5,9 @@
 The functions need only torch. The classes accumulate over batches and ranks, and need torchmetrics.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moe_ffn.config.errors import install
+from moe_ffn.config.lazy import lazy_names
 from moe_ffn.metrics.functional import (
     chosen_experts,
     churn,
@@ -55,21 +54,13 @@ __all__ = [
     "unigram_loss",
 ]
 
+_CLASSES: dict[str, str] = dict.fromkeys(
+    ["CoactivationMetrics", "LanguageMetrics", "ListMetrics", "LoadMetrics", "TokenMetrics"],
+    "moe_ffn.metrics.modular",
+)
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'moe_ffn.metrics' has no attribute '{name}'")
-    try:
-        return getattr(import_module("moe_ffn.metrics.modular"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torchmetrics":
-            raise
-        raise ModuleNotFoundError(
-            f"moe_ffn.metrics.{name} needs torchmetrics; install with: {install('train')} "
-            "(the functions of moe_ffn.metrics.functional need only torch)",
-            name=error.name,
-        ) from error
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    _CLASSES,
+    install="pip install torchmetrics (the functions of moe_ffn.metrics.functional need only torch)",
+)

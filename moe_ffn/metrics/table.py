@@ -462,12 +462,31 @@ RUN_METRICS = _table(
         rows=("train",),
     ),
     Metric(
+        key="coupling",
+        title="Expert-router coupling",
+        quantity="loss, before its weight",
+        formula="mean over layers and pairs of experts of relu(M_ij - alpha M_ii) + relu(M_ji - alpha M_ii), "
+        "M_ij the norm of expert j's response to row i of the router; at the row's last step",
+        healthy="near 0; falls within the first steps",
+        source="[Lv 2025](https://arxiv.org/abs/2512.23447)",
+        rows=("train",),
+    ),
+    Metric(
         key="objective",
         title="Objective",
         quantity="objective",
         unit="nats per token",
-        formula="loss plus weighted balancing losses, which training minimises",
+        formula="loss (averaged with a teacher's, if any) plus weighted balancing losses",
         healthy="falls with the loss",
+        rows=("train",),
+    ),
+    Metric(
+        key="distillation",
+        title="Distillation loss",
+        quantity="KL(teacher || model)",
+        unit="nats per token",
+        formula="temperature^2 * KL(teacher, model), a term of the objective of a run with a teacher",
+        healthy="falls",
         rows=("train",),
     ),
     Metric(
@@ -484,7 +503,7 @@ RUN_METRICS = _table(
 """Metrics of the whole model. Rows also have `train/NAME` for each loss of `BALANCING_LOSSES`."""
 
 
-def layer_measures() -> list[Metric]:
+def metrics_per_layer() -> list[Metric]:
     """Return the metrics with one value per layer."""
     return [metric for metric in LAYER_METRICS.values() if metric.per == "layer"]
 

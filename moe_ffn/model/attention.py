@@ -80,6 +80,15 @@ class AttentionConfig(Config, frozen=True):
         return self
 
     @model_validator(mode="after")
+    def _check_window(self) -> AttentionConfig:
+        if self.window is None and self.window_at != ":":
+            raise ValueError(
+                f"window_at ({self.window_at}) needs window, the number of tokens; set window, or leave "
+                "window_at out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_latent(self) -> AttentionConfig:
         for name in ("num_kv_heads", "norm_qk", "bias"):
             if self.latent is not None and (value := getattr(self, name)):

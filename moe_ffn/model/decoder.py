@@ -151,6 +151,40 @@ class DecoderConfig(Config, frozen=True):
             routers |= prefix_names(layer_name(layer), of_layer)
         return routers
 
+    def with_k(self, k_at: Mapping[str, int], option: str = "k_at") -> DecoderConfig:
+        """Return the config for evaluation with other numbers of experts per token.
+
+        Args:
+            k_at: k by layers, as in `ffn_at`: {":": 4, "0": 1}; the last match wins.
+            option: name of `k_at` in messages.
+
+        Raises:
+            ValueError: k exceeds the experts, or no router of the layers chooses k experts by score.
+        """
+        ffns = self.layer_ffns()
+        for layers, k in k_at.items():
+            require_count(k, f"{option} '{layers}'")
+            indices = self._layers_at(layers, option)
+            routers = [info.router for n in indices for info in ffns[n].router_infos().values()]
+            if not any(router.with_k(k) for router in routers):
+                types = ", ".join(sorted({f"'{router.type}'" for router in routers})) or "none"
+                raise ValueError(
+                    f"{option} '{layers}': no router of these layers chooses k experts by score, as 'top_k' "
+                    f"does (routers: {types}); name other layers, or evaluate another model"
+                )
+            for n in indices:
+                ffns[n] = ffns[n].with_k(k, self.d_model)
+        changed = self.model_copy(update={"ffn_at": {str(n): ffn for n, ffn in enumerate(ffns)}})
+        for name, info in changed.router_infos().items():
+            try:
+                info.router.check_num_experts(info.num_experts)
+            except ValueError as error:
+                reason = str(error).partition(";")[0]
+                raise ValueError(
+                    f"{option}: layer {short_name(name)}: {reason}; lower k"
+                ) from error
+        return changed
+
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return the first reason why the model does not support a use case; None if it does."""
         if use_case.cached and not self.causal:
@@ -362,6 +396,8 @@ class Decoder(nn.Module):
         super().__init__()
         require_count(vocab_size, "vocab_size")
         require_count(max_seq_len, "max_seq_len")
+        positions = config.positions.for_length(max_seq_len)
+        config = config.model_copy(update={"positions": positions})
         self.config = config
         self.max_seq_len = max_seq_len
         self.embedding = nn.Embedding(vocab_size, config.d_model)
@@ -503,6 +539,14 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             routers |= prefix_names(layer_name(index), cast("Block", layer).ffn.routers())
         return routers
+
+    def set_k(self, k_at: Mapping[str, int], option: str = "k_at") -> None:
+        """Use other numbers of experts per token from now on, for evaluation; see `DecoderConfig.with_k`."""
+        self.config = self.config.with_k(k_at, option)
+        infos = self.config.router_infos()
+        for name, router in cast("dict[str, Any]", self.routers()).items():
+            if name in infos and infos[name].router.with_k(1) is not None:
+                router.config = infos[name].router
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         known_ids = token_ids = token_ids.long()  # nn.Embedding rejects narrow integers

@@ -40,6 +40,10 @@ class PositionsConfig(TaggedConfig, frozen=True):
     def num_params(self, d_model: int, max_seq_len: int) -> int:
         return 0
 
+    def for_length(self, max_seq_len: int) -> PositionsConfig:
+        """Return this config with values for options that depend on the length of sequences."""
+        return self
+
     def check_widths(self, d_model: int, head_dim: int) -> None:
         """Raise ValueError if the encoding does not support the widths of a model."""
 
@@ -70,6 +74,19 @@ class RotaryScalingConfig(TaggedConfig, frozen=True):
         return frequencies_F * (kept_F + (1 - kept_F) / self.factor)
 
 
+class OriginalLengthConfig(RotaryScalingConfig, frozen=True):
+    """Scaling that depends on the length of the earlier training."""
+
+    original_seq_len: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Number of tokens of the longest sequence of the earlier training; null: the longest sequence of this
+    model divided by `factor`."""
+
+    def original(self) -> int:
+        """Return `original_seq_len`, which `RotaryConfig.for_length` has set."""
+        assert self.original_seq_len is not None
+        return self.original_seq_len
+
+
 class LinearScalingConfig(RotaryScalingConfig, frozen=True):
     """All frequencies are divided by `factor` (position interpolation, arXiv:2306.15595)."""
 
@@ -79,15 +96,13 @@ class LinearScalingConfig(RotaryScalingConfig, frozen=True):
         return 0.0
 
 
-class Llama3ScalingConfig(RotaryScalingConfig, frozen=True):
+class Llama3ScalingConfig(OriginalLengthConfig, frozen=True):
     """Low frequencies are divided by `factor`, high ones are kept, as in Llama 3.1 (arXiv:2407.21783).
 
     The formula is `apply_scaling` of github.com/meta-llama/llama-models.
     """
 
     type: Literal["llama3"] = "llama3"
-    original_seq_len: int = Field(default=8192, ge=1, le=MAX_COUNT)
-    """Number of tokens of the longest sequence of the earlier training."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     """Frequencies with at most this many turns in `original_seq_len` tokens are divided by `factor`."""
     high_freq_factor: float = Field(default=4.0, gt=0)
@@ -103,20 +118,18 @@ class Llama3ScalingConfig(RotaryScalingConfig, frozen=True):
         return self
 
     def kept(self, frequencies_F: Tensor, base: float) -> Tensor:
-        turns_F = self.original_seq_len * frequencies_F / (2 * math.pi)
+        turns_F = self.original() * frequencies_F / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
         return ((turns_F - low) / (high - low)).clamp(0, 1)
 
 
-class YarnConfig(RotaryScalingConfig, frozen=True):
+class YarnConfig(OriginalLengthConfig, frozen=True):
     """Low frequencies are divided by `factor`, high ones are kept, as in YaRN (arXiv:2309.00071).
 
     Sections 3.2 and 3.4 hold the formulas; attention also becomes sharper.
     """
 
     type: Literal["yarn"] = "yarn"
-    original_seq_len: int = Field(default=4096, ge=1, le=MAX_COUNT)
-    """Number of tokens of the longest sequence of the earlier training."""
     beta_fast: float = Field(default=32.0, gt=0)
     """Frequencies with at least this many turns in `original_seq_len` tokens are kept."""
     beta_slow: float = Field(default=1.0, gt=0)
@@ -141,7 +154,7 @@ class YarnConfig(RotaryScalingConfig, frozen=True):
 
         def index(turns: float) -> float:
             """Return the index of the frequency with this many turns."""
-            return num_frequencies * math.log(self.original_seq_len / (2 * math.pi * turns), base)
+            return num_frequencies * math.log(self.original() / (2 * math.pi * turns), base)
 
         low, high = index(self.beta_fast), index(self.beta_slow)
         if self.truncate:
@@ -181,7 +194,15 @@ class RotaryConfig(PositionsConfig, frozen=True):
             )
 
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
-        return Rotary(self, head_dim, max_seq_len)
+        return Rotary(self.for_length(max_seq_len), head_dim, max_seq_len)
+
+    def for_length(self, max_seq_len: int) -> RotaryConfig:
+        scaling = self.scaling
+        if not isinstance(scaling, OriginalLengthConfig) or scaling.original_seq_len is not None:
+            return self
+        original = max(round(max_seq_len / scaling.factor), 1)
+        scaling = scaling.model_copy(update={"original_seq_len": original})
+        return self.model_copy(update={"scaling": scaling})
 
     def rotated_width(self, head_dim: int) -> int:
         return int(head_dim * self.fraction)

@@ -14,7 +14,7 @@ from typing import Any
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.ffn.base import ROUTING_SUFFIX
-from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
+from moe_ffn.metrics.table import RUN_METRICS, Metric, metrics_per_layer, result_columns
 from moe_ffn.training.monitoring.loggers import LOAD_FIGURE, WANDB_STEP
 
 TIMEOUT_SECONDS = 6
@@ -88,9 +88,17 @@ def routing_panels() -> list[PanelTypes]:
         ),
         # wandb draws a histogram per step, with a bin per expert, as expert x step. Every model has layer 0.
         _lines("Load of layer 0", "expert", "routing/layer_00/load"),
-        *(_layer_panel(metric) for metric in layer_measures() if metric.measured != "validation"),
+        *(
+            _layer_panel(metric)
+            for metric in metrics_per_layer()
+            if metric.measured != "validation"
+        ),
         *(_layer_panel(m, "validation/") for m in result_columns()),
-        *(_layer_panel(m, "validation/") for m in layer_measures() if m.measured == "validation"),
+        *(
+            _layer_panel(m, "validation/")
+            for m in metrics_per_layer()
+            if m.measured == "validation"
+        ),
     ]
 
 

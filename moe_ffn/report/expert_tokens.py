@@ -107,22 +107,22 @@ def add_batch(
 
     A `PairsOnlyRouting` is skipped, because it has too many experts to show each one.
     """
-    gates = [name for name, info in infos.items() if info.selects_tokens]
+    token_selectors = [name for name, info in infos.items() if info.selects_tokens]
     for name, routing in routings.items():
         if routing.is_pairs_only:
             continue
         if name not in assignments:
             names = expert_names(routing, infos.get(name))
             assignments[name] = Assignment(name, names, num_tokens)
-        positions = text_positions(routings, name, gates, first)
+        positions = text_positions(routings, name, token_selectors, first)
         assignments[name].add(routing, positions, with_dropped=with_dropped)
 
 
 def text_positions(
-    routings: Mapping[str, Routing], name: str, gates: Sequence[str], first: int
+    routings: Mapping[str, Routing], name: str, token_selectors: Sequence[str], first: int
 ) -> np.ndarray:
     """Return the position in the text of each token of a routing; the batch begins at token `first`."""
-    in_batch = origin(routings, name, gates)
+    in_batch = origin(routings, name, token_selectors)
     if in_batch is None:
         return np.arange(routings[name].num_tokens) + first
     positions = in_batch.cpu().numpy()

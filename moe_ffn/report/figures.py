@@ -107,7 +107,8 @@ def balancing_losses(run: Run) -> go.Figure:
     notes = [note for name in names if (note := BALANCING_LOSSES[name].note)]
     keys = {name.replace("_", " "): f"train/{name}" for name in names}
     objective, loss = (run.series(f"train/{name}").last for name in ("objective", "loss"))
-    if objective is not None and loss is not None:
+    has_teacher = bool(run.series("train/distillation"))
+    if objective is not None and loss is not None and not has_teacher:
         notes.append(
             f"At the end, the weighted balancing losses add {objective - loss:.4f} nats to the loss."
         )

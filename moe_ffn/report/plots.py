@@ -72,7 +72,7 @@ def plots_of_run(run: Run) -> dict[str, list[Plot]]:
         curves.append(plot_of(figures.balancing_losses(run)))
     # A balancing loss that is drawn for the model is not drawn again for each layer.
     drawn = {name for name in BALANCING_LOSSES if run.series(f"train/{name}")} | NOT_DRAWN.keys()
-    moving = [key for key in run_summary.moving_measures(run) if key not in drawn]
+    moving = [key for key in run_summary.changing_metrics(run) if key not in drawn]
     opened = [key for key in OPEN_MEASURES if key in moving]
     return numbered(
         curves=curves,

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.sizes import TRAINING_FLOPS
-from moe_ffn.html_repr import spread
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
-from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
+from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, result_columns
 from moe_ffn.model.decoder import short_name
+from moe_ffn.notebook_cards import spread
 from moe_ffn.report.html import NONE, number
 from moe_ffn.runs.json_files import AlarmLine, finite
 from moe_ffn.runs.reader import Run
@@ -72,15 +72,15 @@ def constant(by_layer: Mapping[str, Series]) -> float | None:
     return values.pop() if len(values) == 1 and rows > 1 and math.isfinite(min(values)) else None
 
 
-def moving_measures(run: Run) -> list[str]:
-    """Return the keys of layer metrics that changed in the run; see `constant_measures` for the others."""
-    by_key = {metric.key: measured(run, metric) for metric in layer_measures()}
+def changing_metrics(run: Run) -> list[str]:
+    """Return the keys of layer metrics that changed in the run; see `constant_metrics` for the others."""
+    by_key = {metric.key: measured(run, metric) for metric in metrics_per_layer()}
     return [key for key, layers in by_key.items() if layers and constant(layers) is None]
 
 
-def constant_measures(run: Run) -> list[str]:
+def constant_metrics(run: Run) -> list[str]:
     """Return texts such as `dropped 0%` for the metrics that were the same in all layers at all steps."""
-    values = {metric: constant(measured(run, metric)) for metric in layer_measures()}
+    values = {metric: constant(measured(run, metric)) for metric in metrics_per_layer()}
     return [
         f"{metric.title if metric.title.startswith('MaxVio') else metric.title.lower()} "
         + (f"{100 * value:.4g}%" if metric.is_share else f"{value:.4g}")

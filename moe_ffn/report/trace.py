@@ -165,11 +165,13 @@ def trace_of_decoder(
     token_bytes, infos = tokenizer.token_bytes, model.router_infos()
     check_routes(folder, model, outputs[-1][0].routings)
     routings = _with_all_scores(outputs[-1][0].routings)
-    gates = [name for name, info in infos.items() if info.selects_tokens]
+    token_selectors = [name for name, info in infos.items() if info.selects_tokens]
     visits: dict[str, list[Visit | None]] = {name: [] for name in routings}
     predictions: list[Prediction | None] = []
     for output, num_new in outputs:
-        for name, all_visits in visits_by_layer(_with_all_scores(output.routings), gates).items():
+        for name, all_visits in visits_by_layer(
+            _with_all_scores(output.routings), token_selectors
+        ).items():
             visits[name] += all_visits[-num_new:]
         predictions += _predictions(output.logits[0, -num_new:], token_bytes)
     if not model.causal:
@@ -226,7 +228,7 @@ def _predictions(logits_SV: Tensor, token_bytes: Sequence[bytes]) -> list[Predic
 
 
 def visits_by_layer(
-    routings: Mapping[str, Routing], gates: Sequence[str] = ()
+    routings: Mapping[str, Routing], token_selectors: Sequence[str] = ()
 ) -> dict[str, list[Visit | None]]:
     """Return router -> visits, one per token of the sequence.
 
@@ -234,33 +236,37 @@ def visits_by_layer(
     sequence.
 
     Args:
-        gates: names of the routings of mixtures of depths.
+        token_selectors: names of the routings of mixtures of depths.
     """
     visits: dict[str, list[Visit | None]] = {}
     for name, routing in routings.items():
         visits[name] = visits_of(routing)
-        positions = origin(routings, name, gates)
+        positions = origin(routings, name, token_selectors)
         if positions is not None:
             by_position = dict(zip(positions.tolist(), visits[name], strict=True))
-            outer = next(gate for gate in gates if name.startswith(f"{gate}/"))
+            outer = next(
+                selector for selector in token_selectors if name.startswith(f"{selector}/")
+            )
             visits[name] = [by_position.get(token) for token in range(routings[outer].num_tokens)]
     return visits
 
 
-def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> Tensor | None:
+def origin(
+    routings: Mapping[str, Routing], name: str, token_selectors: Sequence[str]
+) -> Tensor | None:
     """Return the position in the batch of each token of a block inside a mixture of depths; -1 for padding.
 
     Returns None for other blocks, which see all tokens in order.
 
     Args:
-        gates: names of the routings of mixtures of depths, outer gates first.
+        token_selectors: names of the routings of mixtures of depths, outer ones first.
     """
-    gate = next((gate for gate in reversed(gates) if name.startswith(f"{gate}/")), None)
-    if gate is None:
+    around = [selector for selector in token_selectors if name.startswith(f"{selector}/")]
+    if not around:
         return None
-    inner, outer = routings[name], routings[gate]
+    inner, outer = routings[name], routings[around[-1]]
     chosen = outer.token_indices_N[outer.computed_N]
-    outer_positions = origin(routings, gate, gates)
+    outer_positions = origin(routings, around[-1], token_selectors)
     chosen = chosen if outer_positions is None else outer_positions[chosen]
     if inner.mask_T is None:
         return chosen

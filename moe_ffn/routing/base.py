@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.config.errors import ConfigError, Unsupported, UseCase
-from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
-from moe_ffn.kernels.base import without_autocast
-from moe_ffn.kernels.native.routing import float32_linear, float32_linear_backward
+from moe_ffn.config.sizes import linear_flops, linear_params
+from moe_ffn.kernels.base import init_linear_, without_autocast
+from moe_ffn.kernels.routing import float32_linear, float32_linear_backward
 from moe_ffn.outputs import Routing, TokenContext
 
 
@@ -66,6 +66,10 @@ class RouterConfig(TaggedConfig, frozen=True):
 
     def check_num_experts(self, num_experts: int) -> None:
         """Raise ValueError if the router cannot serve `num_experts` experts."""
+
+    def with_k(self, k: int) -> Self | None:
+        """Return a config for evaluation with k experts per token; None if k has no effect after training."""
+        return None
 
     @abstractmethod
     def build(self, d_model: int, num_experts: int) -> Router:
@@ -161,12 +165,16 @@ class MeanKConfig(RouterConfig, frozen=True):
     k: float = Field(default=2.0, gt=0)
     """Experts per token, on average."""
 
+    counts: ClassVar[tuple[str, ...]] = ("k",)
+    """Options that number the experts of a token; the last one is their maximum in training."""
+
     def check_num_experts(self, num_experts: int) -> None:
-        if self.k > num_experts:
-            raise ValueError(
-                f"router.k ({self.k:g}) must not exceed num_experts ({num_experts}); "
-                "lower router.k or raise num_experts"
-            )
+        for option in self.counts:
+            if (k := getattr(self, option)) > num_experts:
+                raise ValueError(
+                    f"router.{option} ({k:g}) must not exceed num_experts ({num_experts}); "
+                    f"lower router.{option} or raise num_experts"
+                )
 
     def experts_per_token(self, num_experts: int) -> float:
         return self.k
@@ -181,6 +189,9 @@ class LinearTopKConfig(MeanKConfig, LinearRouterConfig, frozen=True):
     k: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Experts per token."""
 
+    def with_k(self, k: int) -> Self | None:
+        return None if self.fixed_by else self.model_copy(update={"k": k})
+
 
 class Router(nn.Module, ABC):
     """Chooses the experts of each token. It stores no statistics: losses and metrics read the `Routing`."""
@@ -189,7 +200,7 @@ class Router(nn.Module, ABC):
     """True if the router uses `TokenContext.expert_ids` instead of its own choice."""
 
     correction_bias_E: Tensor | None
-    """float32, added to the scores for selection only. A rule of `moe_ffn.balancing.bias_rules` changes it
+    """float32, added to the scores for selection only. A rule of `moe_ffn.balancing` changes it
     between optimizer steps; `forward` never does. None for a router without a correction bias."""
 
     def __init__(self) -> None:
@@ -215,6 +226,12 @@ class Router(nn.Module, ABC):
             f"{type(self).__name__} has no row for each expert, so its experts cannot be pruned, merged or "
             "copied; use router.type top_k or sigmoid_top_k"
         )
+
+    def begin_step(self, generator: torch.Generator) -> None:
+        """Draw the random numbers that all batches and ranks of an optimizer step share; none by default.
+
+        Training calls this before each batch, with a generator that depends on the seed and the step.
+        """
 
     def observe(self, routing: Routing) -> Tensor | None:
         """Return a tensor that the trainer sums over the batches of a step for `update`; None if unused.

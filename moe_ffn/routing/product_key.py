@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
-from moe_ffn.config.sizes import init_linear_, linear_flops, linear_params
-from moe_ffn.kernels.base import without_autocast
+from moe_ffn.config.sizes import linear_flops, linear_params
+from moe_ffn.kernels.base import init_linear_, without_autocast
 from moe_ffn.outputs import PairsOnlyRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
     Float32RMSNorm,

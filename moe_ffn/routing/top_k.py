@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config
-from moe_ffn.kernels.native.routing import top_k
+from moe_ffn.kernels.routing import top_k
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
@@ -78,7 +78,7 @@ class TokenTableConfig(Config, frozen=True):
     vocab_size: int = Field(ge=1, le=MAX_COUNT)
     """Number of rows of the table."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of the hash function that fills the table; see `router.type: hash`."""
+    """Seed of the hash function that fills the table, as in the router `hash`."""
 
 
 class TopKOptionsConfig(LinearTopKConfig, frozen=True):
@@ -116,9 +116,10 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
 
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> TopKOptionsConfig:
-        if self.k + self.num_always == 1 and self.renormalize:
-            cause = "renormalize (true) with k (1)"
-            raise constant_weight_error(cause, "renormalize: false or k >= 2")
+        option = self.counts[-1]
+        if getattr(self, option) + self.num_always == 1 and self.renormalize:
+            cause = f"renormalize (true) with {option} (1)"
+            raise constant_weight_error(cause, f"renormalize: false or {option} >= 2")
         return self
 
     @model_validator(mode="after")
@@ -147,12 +148,14 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
         return self.k + self.num_always
 
     def check_num_experts(self, num_experts: int) -> None:
-        if self.num_always and self.k > num_experts - self.num_always:
-            raise ValueError(
-                f"router.k ({self.k}) must not exceed the experts to choose from "
-                f"({num_experts - self.num_always}: num_experts {num_experts} minus router.num_always "
-                f"{self.num_always}); lower one of them or raise num_experts"
-            )
+        for option in self.counts:
+            k = getattr(self, option)
+            if self.num_always and k > num_experts - self.num_always:
+                raise ValueError(
+                    f"router.{option} ({k}) must not exceed the experts to choose from "
+                    f"({num_experts - self.num_always}: num_experts {num_experts} minus router.num_always "
+                    f"{self.num_always}); lower one of them or raise num_experts"
+                )
         super().check_num_experts(num_experts)
         if self.groups is not None:
             self.groups.check(self.k, num_experts - self.num_always)
@@ -226,6 +229,11 @@ class BaseTopKRouter(LinearRouter):
             first_V1 = hash_of(ids_V1, config.token_table.seed)
             self.table_VK = (first_V1 + torch.arange(config.k)) % self.num_selectable
 
+    @property
+    def k(self) -> int:
+        """Number of experts to choose, without those of `num_always`."""
+        return self.config.k
+
     def route(self, logits_TE: Tensor, scores_TE: Tensor, context: TokenContext) -> Routing:
         """Select experts, weigh them, and build the Routing."""
         expert_ids_TK = self.select(scores_TE, context, logits_TE)
@@ -243,10 +251,10 @@ class BaseTopKRouter(LinearRouter):
             values_TE = scores_TE if config.select_by == "score" else logits_TE
             ranking_TE = self.ranking(values_TE)[:, :first_always]
             if config.groups is not None:
-                allowed_TE = experts_of_best_groups(ranking_TE, config.groups, config.k)
+                allowed_TE = experts_of_best_groups(ranking_TE, config.groups, self.k)
                 # Not 0: experts with a negative score + bias would lose against masked experts.
                 ranking_TE = ranking_TE.masked_fill(~allowed_TE, -torch.inf)
-            chosen_TK = top_k(ranking_TE, config.k)
+            chosen_TK = top_k(ranking_TE, self.k)
         if not config.num_always:
             return chosen_TK
         end = first_always + config.num_always
@@ -255,8 +263,11 @@ class BaseTopKRouter(LinearRouter):
 
     def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
         """Return the weights (T, K): the experts' scores, renormalised if configured, times the scales."""
+        return self.normalized(scores_TE.gather(-1, expert_ids_TK), expert_ids_TK)
+
+    def normalized(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
+        """Divide the weights by their norm if configured, and multiply them by the scales."""
         config = self.config
-        weights_TK = scores_TE.gather(-1, expert_ids_TK)
         if config.renormalize:
             norm_T1 = weights_TK.sum(dim=-1, keepdim=True)
             if config.renormalize_p != 1:

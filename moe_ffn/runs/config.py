@@ -12,9 +12,6 @@ from pydantic import Field, field_validator, model_validator
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.base import Config
-from moe_ffn.config.errors import ConfigError
-from moe_ffn.config.option_tree import differences
-from moe_ffn.config.yaml_files import read_config, read_yaml
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.model.decoder import DecoderConfig, short_name
@@ -100,14 +97,18 @@ class TrainConfig(Config, frozen=True):
 
     @model_validator(mode="after")
     def _check_objective_against_routers(self) -> TrainConfig:
-        routers = [
-            (short_name(layer), info.router, info.num_experts)
-            for layer, info in self.model.router_infos().items()
-        ]
+        infos = {short_name(layer): info for layer, info in self.model.router_infos().items()}
+        routers = [(layer, info.router, info.num_experts) for layer, info in infos.items()]
         for name, loss in BALANCING_LOSSES.items():
             weight = 0 if loss.weight_set_by_rule else getattr(self.objective, name)
             if weight and (unsupported_reason := loss.unsupported_reason(routers)):
                 raise ValueError(f"objective.{name} ({weight:g}) {unsupported_reason}")
+        rule = self.objective.bias_rule
+        if reason := rule.unsupported_reason(routers):
+            raise ValueError(f"objective.bias_rule.type ('{rule.type}') {reason}")
+        coupling = self.objective.coupling
+        if coupling and (reason := coupling.unsupported_reason(infos)):
+            raise ValueError(f"objective.coupling {reason}")
         return self
 
 
@@ -121,23 +122,3 @@ class Resume:
     """Options that differ from those in the folder: dotted key -> (value before, value now)."""
     saved: TrainConfig
     """Options that the run began with, from its folder."""
-
-
-def saved_config(path: Path) -> TrainConfig:
-    """Read the config file of a run, which has to hold every option: defaults could hide a truncated file.
-
-    Raises:
-        ConfigError: the file cannot be read, lacks an option, or names code that is not trusted.
-    """
-    config = read_config(path, TrainConfig)
-    in_file = read_yaml(path, where=f"'{path}'")
-    missing = [
-        key for key, (value, _) in differences(in_file, config.to_dict()).items() if value is None
-    ]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(
-            f"'{path}' lacks {missing[0]}{more}, so it was cut short or is from another version; restore "
-            "the original file"
-        )
-    return config

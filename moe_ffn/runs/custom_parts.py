@@ -24,7 +24,7 @@ from moe_ffn.model.positions import Positions, PositionsConfig
 from moe_ffn.routing.base import RouterConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import tagged_parts
-from moe_ffn.testing import Trial, describe_value, isolated_rng, miscounted
+from moe_ffn.testing import PartChecks, describe_value, isolated_rng, miscounted
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
@@ -110,72 +110,74 @@ def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
         inner = "" if is_custom_class(type(part)) else f" with '{custom_types[0]}'"
         name = f"{'.'.join(map(str, path))} ('{part.type}'{inner})"
         advice = "set model.causal: false"
-        trial = Trial(name, model.d_model, config.data.seq_len, model.causal, advice, device)
+        checks = PartChecks(name, model.d_model, config.data.seq_len, model.causal, advice, device)
         with isolated_rng(device), explaining_custom_errors(name):
             if isinstance(part, FFNConfig):
                 layers = [layer for layer, ffn in enumerate(model.layer_ffns()) if ffn is part]
-                trial.ffn(part, f" of layer {layers[0]}" if layers else "")
+                checks.ffn(part, f" of layer {layers[0]}" if layers else "")
             elif isinstance(part, RouterConfig):
                 for info in model.router_infos().values():
                     if info.router is part:
-                        trial.router(part, info.num_experts)
+                        checks.router(part, info.num_experts)
                         break
             elif isinstance(part, CorpusConfig):
                 for document in part.documents():
-                    trial.require(document, Document, "documents")
+                    checks.require(document, Document, "documents")
                     break
             elif isinstance(part, ScheduleConfig):
-                _check_schedule(part, config.trainer.max_steps, trial)
+                _check_schedule(part, config.trainer.max_steps, checks)
             elif isinstance(part, NormConfig | PositionsConfig):
-                _check_module(part, config, trial)
-                decoder = _small_model(config, trial, ffn=IdentityConfig())
-                trial.require_blind_to_future(decoder, lambda _, ids, d=decoder: d(ids).logits)
+                _check_module(part, config, checks)
+                decoder = _small_model(config, checks, ffn=IdentityConfig())
+                checks.require_blind_to_future(decoder, lambda _, ids, d=decoder: d(ids).logits)
             elif isinstance(part, OptimizerConfig):
-                _check_optimizer(part, _small_model(config, trial), trial)
+                _check_optimizer(part, _small_model(config, checks), checks)
 
 
-def _small_model(config: TrainConfig, trial: Trial, **changes: object) -> Decoder:
+def _small_model(config: TrainConfig, checks: PartChecks, **changes: object) -> Decoder:
     """Return a model of one layer, after one forward pass."""
     attention = config.model.attention.model_copy(update={"window_at": ":"})
     one_layer = config.model.model_copy(
         update={"num_layers": 1, "ffn_at": {}, "attention": attention, **changes}
     )
-    decoder = one_layer.build(VOCAB_SIZE, config.data.seq_len).to(trial.device)
-    if not decoder(trial.token_ids_BS()).logits.isfinite().all():
-        raise trial.error("a model with it returns NaN or infinity")
+    decoder = one_layer.build(VOCAB_SIZE, config.data.seq_len).to(checks.device)
+    if not decoder(checks.token_ids_BS()).logits.isfinite().all():
+        raise checks.error("a model with it returns NaN or infinity")
     return decoder
 
 
-def _check_module(part: NormConfig | PositionsConfig, config: TrainConfig, trial: Trial) -> None:
+def _check_module(
+    part: NormConfig | PositionsConfig, config: TrainConfig, checks: PartChecks
+) -> None:
     """Require that a norm, or `embed` of positions, returns a tensor like its input."""
-    model, x = config.model, trial.x()
+    model, x = config.model, checks.x()
     if isinstance(part, NormConfig):
-        norm = trial.built(part.build(model.d_model), nn.Module)
-        trial.require_like(norm(x), x, "what forward returns")
+        norm = checks.built(part.build(model.d_model), nn.Module)
+        checks.require_like(norm(x), x, "what forward returns")
     else:
         built = part.build(model.d_model, model.head_dim, config.data.seq_len)
-        trial.require_like(trial.built(built, Positions).embed(x), x, "what embed returns")
+        checks.require_like(checks.built(built, Positions).embed(x), x, "what embed returns")
 
 
-def _check_schedule(schedule: ScheduleConfig, max_steps: int, trial: Trial) -> None:
+def _check_schedule(schedule: ScheduleConfig, max_steps: int, checks: PartChecks) -> None:
     for step in (0, max_steps - 1, max_steps):
         rate = schedule.multiplier(step, max_steps)
         if not isinstance(rate, int | float) or not math.isfinite(rate):
-            raise trial.error(
+            raise checks.error(
                 f"the multiplier of step {step} is {describe_value(rate)}, but has to be a finite number"
             )
 
 
-def _check_optimizer(config: OptimizerConfig, model: nn.Module, trial: Trial) -> None:
+def _check_optimizer(config: OptimizerConfig, model: nn.Module, checks: PartChecks) -> None:
     """Require that each parameter is in one group, take a step, and load the state."""
-    optimizer = trial.require(config.build(model), Optimizer, "build")
+    optimizer = checks.require(config.build(model), Optimizer, "build")
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if sorted(grouped) != sorted(map(id, model.parameters())):
-        raise trial.error(
+        raise checks.error(
             f"its groups hold {len(grouped)} parameters of a model with {len(list(model.parameters()))}; "
             "each has to be in exactly one group"
         )
     for parameter in model.parameters():
-        parameter.grad = trial.random(*parameter.shape)
+        parameter.grad = checks.random(*parameter.shape)
     optimizer.step()
     config.build(model).load_state_dict(optimizer.state_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import secrets
@@ -11,12 +12,18 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, command, expand_path
+from moe_ffn.config.option_tree import differences, show_value
+from moe_ffn.config.yaml_files import read_config, read_yaml
 from moe_ffn.files import kind_of, open_file, read_object, reason, write_file
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.json_files import Facts
+
+log = logging.getLogger(__name__)
 
 try:
     import fcntl
@@ -214,6 +221,42 @@ def check_has_weights(folder: Path) -> None:
                 f"'{folder}' has no {name}, so no model to load; give a run that has reached its "
                 "first validation"
             )
+
+
+def saved_config(folder: Path) -> TrainConfig:
+    """Read the options of a run; those that are newer than the run take their defaults.
+
+    `facts.json` holds the same options, which distinguishes an older run from a truncated `config.yaml`.
+
+    Raises:
+        ConfigError: the file cannot be read, was cut short, or names code that is not trusted.
+    """
+    path = folder / CONFIG_FILE
+    config = read_config(path, TrainConfig)
+    in_file = read_yaml(path, where=f"'{path}'")
+    facts = Facts.read(folder / FACTS_FILE)
+
+    def missing(options: Mapping[str, Any]) -> dict[str, Any]:
+        found = differences(in_file, options).items()
+        return {key: value for key, (saved, value) in found if saved is None}
+
+    added = missing(config.to_dict())
+    had = missing(facts.model_extra or {}) if facts.is_whole else added
+    if lost := [key for key in added if key in had]:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        older = "" if facts.is_whole else f" or is from an older version without its {FACTS_FILE}"
+        raise ConfigError(
+            f"'{path}' lacks {lost[0]}{more}, so it was cut short{older}; restore the original file"
+        )
+    if added:
+        values = ", ".join(f"{key} {show_value(value)}" for key, value in added.items())
+        _log_once(f"'{path}' is older than these options, which take their defaults: {values}")
+    return config
+
+
+@cache
+def _log_once(message: str) -> None:
+    log.info("%s", message)
 
 
 # -- the lock

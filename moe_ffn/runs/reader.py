@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_ffn import html_repr
+from moe_ffn import notebook_cards
 from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.trust import accepting_code
@@ -28,7 +28,7 @@ from moe_ffn.files import read_text
 from moe_ffn.metrics.load_summary import summarize_load
 from moe_ffn.model.decoder import Decoder, DecoderOutput, short_name
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.config import TrainConfig, saved_config
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import warn_if_code_changed
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
@@ -44,6 +44,7 @@ from moe_ffn.runs.folder import (
     check_is_run,
     is_training,
     reading,
+    saved_config,
 )
 from moe_ffn.runs.identity import identity_of_weights
 from moe_ffn.runs.json_files import AlarmLine, Facts, Summary
@@ -156,12 +157,12 @@ class Run:
         }
         page = self.folder / REPORT_FILE
         parts = [
-            html_repr.curve(self.series("train/loss").values, "training loss"),
-            html_repr.load_table(loads) if loads else "",
-            html_repr.link(str(page), "report") if page.is_file() else "",
+            notebook_cards.curve(self.series("train/loss").values, "training loss"),
+            notebook_cards.load_table(loads) if loads else "",
+            notebook_cards.link(str(page), "report") if page.is_file() else "",
         ]
         block = self.option("model.ffn.type")
-        return html_repr.card(f"{self.name}: {block}, {self.state}", facts, *parts)
+        return notebook_cards.card(f"{self.name}: {block}, {self.state}", facts, *parts)
 
     @cached_property
     def saved_model(self) -> SavedModel:
@@ -173,7 +174,7 @@ class Run:
     def config(self) -> TrainConfig:
         """Options of the run. Raises ConfigError if one is missing, or names code that is not trusted."""
         with accepting_code(self.trust_code):
-            return saved_config(self.folder / CONFIG_FILE)
+            return saved_config(self.folder)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -377,7 +378,7 @@ def load_model(folder: Path) -> SavedModel:
             not trusted.
     """
     check_has_weights(folder)
-    config = saved_config(folder / CONFIG_FILE)
+    config = saved_config(folder)
     warn_if_code_changed(folder)
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     with explaining_custom_errors():

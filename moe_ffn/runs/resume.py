@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, command, printable
-from moe_ffn.config.option_tree import differences
+from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.files import (
     read_text,
@@ -109,7 +109,11 @@ def problem_of_weights(
     compared = {key: identity.get(key) for key in expected}
     if isinstance(compared["data"], Mapping):
         compared["data"] = {key: compared["data"].get(key) for key in expected["data"]}
+    held = flatten(compared)
     for key, (saved, current) in differences(compared, expected).items():
+        is_option = key.rpartition(".")[2].isidentifier()  # not a slice of layers in `ffn_at`
+        if is_option and saved is None and key not in held:
+            continue  # newer than the checkpoint, which had its default
         return f"was made with {_short(key)} {_short(saved)}, but this run has {_short(current)}"
     tensors = getattr(weights, "described", weights)  # do not read sharded tensors
     for name, value in model.state_dict().items():
@@ -285,11 +289,11 @@ def _update_files(resume: Resume, files: Mapping[str, str]) -> None:
 
 
 def _updated_facts(resume: Resume, new_facts: str) -> str:
-    """Return the stored facts of a run, with the current options and id."""
+    """Return the stored facts of a run, with the current id and, as in `config.yaml`, changed options."""
     facts = Facts.read(resume.folder / FACTS_FILE)
     if not facts.is_whole:
         return new_facts
-    keys = {*resume.config.to_dict(), RUN_ID}
+    keys = {RUN_ID, *(resume.config.to_dict() if resume.changes else ())}
     updates = {key: value for key, value in json.loads(new_facts).items() if key in keys}
     return json.dumps({**facts.model_dump(exclude_unset=True), **updates}, indent=2) + "\n"
 

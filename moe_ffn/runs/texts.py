@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.data.corpus import read_text_documents
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.split import Documents, changed
 from moe_ffn.data.token_files import SUFFIXES, TokenSequence
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.files import read_object
+from moe_ffn.files import read_object, reason
 from moe_ffn.runs.folder import DOCUMENTS_FILE
 from moe_ffn.runs.reader import Run
 
@@ -53,6 +53,20 @@ def check_documents(folder: Path, documents: Documents, instead: str = "start a 
         raise ConfigError(
             f"data.corpus: {change}, since '{folder}' began; restore it, or {instead}"
         )
+
+
+def read_text(path: Path, limit: int | None = None) -> bytes:
+    """Return the bytes of a text file, at most `limit`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = expand_path(str(path), "--text")
+    try:
+        with path.open("rb") as file:
+            return file.read(-1 if limit is None else limit)
+    except OSError as error:
+        raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
 
 
 def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,14 @@ def _with_defaults(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     If this version cannot read the options of a run, or they name untrusted code, nothing changes.
     """
     with suppress(ConfigError), only_trusted_code(Path()):
-        return [validate(TrainConfig, options).to_dict() for options in runs]
+        return [_completed(json.dumps({**run, "seed": 0, "run": {}}, default=str)) for run in runs]
     return runs
+
+
+@cache
+def _completed(options: str) -> dict[str, Any]:
+    """Return options in JSON with all defaults; many runs of a study have equal ones."""
+    return validate(TrainConfig, json.loads(options)).to_dict()
 
 
 def _differing(

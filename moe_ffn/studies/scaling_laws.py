@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_ffn.config.errors import ConfigError, install
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.studies.statistics import (
     Array,
@@ -239,7 +239,7 @@ def _minimise(
     try:
         from scipy.optimize import least_squares
     except ImportError:
-        raise ConfigError(f"fits need scipy; install with: {install('studies')}") from None
+        raise ConfigError("fits need scipy: pip install scipy") from None
     minimum = least_squares(
         lambda parameters: (y - law.log_loss(parameters, x)) / DELTA,
         start,

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from moe_ffn.config.errors import ConfigError, install
+from moe_ffn.config.errors import ConfigError
 
 LEVEL = 0.95
 """Confidence level of every interval."""
@@ -52,9 +52,7 @@ def _special() -> Any:
     try:
         from scipy import special
     except ImportError as error:
-        raise ConfigError(
-            f"intervals over seeds need scipy; install with: {install('studies')}"
-        ) from error
+        raise ConfigError("intervals over seeds need scipy: pip install scipy") from error
     return special
 
 

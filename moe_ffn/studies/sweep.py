@@ -25,7 +25,7 @@ from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.files import make_folder, open_file, write_atomically
 from moe_ffn.runs import folder as run_folder
-from moe_ffn.runs.config import TrainConfig, saved_config
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import comparable_options
 from moe_ffn.runs.json_files import Summary
 from moe_ffn.studies.budget import Budget
@@ -109,7 +109,7 @@ def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]
         UnreadableRunError: the options of the run cannot be read.
     """
     try:
-        saved = saved_config(folder / run_folder.CONFIG_FILE)
+        saved = run_folder.saved_config(folder)
     except UntrustedCodeError:
         raise
     except ConfigError as error:

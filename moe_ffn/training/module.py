@@ -32,6 +32,7 @@ from moe_ffn.training.objective import (
     BalanceUpdater,
     Objective,
     ObjectiveConfig,
+    add_coupling_gradient,
     cross_entropy_of,
     inputs_and_targets,
     needs_step_totals,
@@ -126,9 +127,14 @@ class LanguageModel(LightningModule):
         self._step_totals: StepTotals | None = None
         self.validation_metrics = LanguageMetrics()
         self.gradient_norm = torch.zeros(())
+        self.coupling: Tensor | None = None
+        """Coupling loss of the last step; None without one."""
         self.guard = StepGuard(guard)
         self.skipped_step: SkippedStep | None = None
         """The last optimizer step if it was skipped, otherwise None."""
+        self._teacher: tuple[
+            Decoder, ...
+        ] = ()  # in a tuple, so that no checkpoint holds its weights
         self._step_batches: list[LoadedBatch] = []
         self._step_losses: list[Tensor] = []
         # Plain values only, so that the checkpoint loads with weights_only=True.
@@ -158,10 +164,19 @@ class LanguageModel(LightningModule):
         else:
             _copy_into(self.decoder, weights)
 
+    def learn_from(self, teacher: Decoder) -> None:
+        """Set the teacher of `objective.distill`, a decoder in evaluation mode; each rank holds it whole."""
+        self._teacher = (teacher,)
+
     def setup(self, stage: str) -> None:
         # Lightning converts the module only after it has read a checkpoint, which would round float64 weights
         # to float32.
-        self.trainer.precision_plugin.convert_module(self)
+        convert = self.trainer.precision_plugin.convert_module
+        convert(self)
+        self._teacher = tuple(
+            cast("Decoder", convert(teacher)).to(self.trainer.strategy.root_device)
+            for teacher in self._teacher
+        )
 
     def configure_model(self) -> None:
         if self._is_configured:  # Lightning calls this hook again before `trainer.validate`
@@ -233,7 +248,7 @@ class LanguageModel(LightningModule):
         routings = {layer: routing.detach() for layer, routing in output.routings.items()}
         if needs_step_totals(self.objective_config) and not self._counts_ahead:
             self._step_totals = count_step([routings], self._sum_over_ranks, self._num_ranks)
-        losses = self._objective(output, target_ids)
+        losses = self._objective(output, input_ids, target_ids)
         self.balance_updater.observe(routings, self.decoder.routers())
         self._step_batches.append(batch)
         self._step_losses.append(losses.total.detach())
@@ -288,6 +303,9 @@ class LanguageModel(LightningModule):
         self.zero_grad(set_to_none=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if (config := self.objective_config.coupling) is not None:
+            seed = _seed_of(self.seed, self.trainer.global_step, spawn_key=(1,))
+            self.coupling = add_coupling_gradient(self.decoder, config, seed)
         norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
         self.gradient_norm = norm.detach()
         if self._check_step():
@@ -354,7 +372,7 @@ class LanguageModel(LightningModule):
                 # `_call_impl` is not compiled, so that the hooks of inner modules run; unlike `forward`, it
                 # also runs the decoder's own hooks, which gather a sharded model.
                 output = cast("DecoderOutput", self.decoder._call_impl(input_ids))
-                return self._objective(output, target_ids)
+                return self._objective(output, input_ids, target_ids)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
         # A sharded model holds whole weights only while its hooks run, so no gradient can be computed here.
@@ -391,10 +409,15 @@ class LanguageModel(LightningModule):
     def _seed_batch(self, index: int) -> None:
         # Random numbers depend only on the batch and the rank, so that a resumed run equals an uninterrupted
         # run to the bit, without generator states in the checkpoint.
-        entropy = [self.seed, index, self.global_rank]
-        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+        torch.manual_seed(_seed_of(self.seed, index, self.global_rank))
+        step = index // self._batches_per_step
+        generator = torch.Generator().manual_seed(_seed_of(self.seed, step, spawn_key=(0,)))
+        for router in self.decoder.routers().values():
+            router.begin_step(generator)
 
-    def _objective(self, output: DecoderOutput, target_ids: Tensor) -> Objective:
+    def _objective(self, output: DecoderOutput, input_ids: Tensor, target_ids: Tensor) -> Objective:
+        with torch.no_grad():
+            teacher_logits = [teacher(input_ids).logits for teacher in self._teacher]
         return objective(
             output.logits,
             target_ids,
@@ -402,6 +425,7 @@ class LanguageModel(LightningModule):
             self.objective_config,
             sparsity_weight=self.balance_updater.sparsity_weight,
             step_totals=self._step_totals,
+            teacher_logits_BSV=next(iter(teacher_logits), None),
         )
 
     def _inputs_and_targets(
@@ -418,8 +442,11 @@ class LanguageModel(LightningModule):
     @property
     def _counts_ahead(self) -> bool:
         """True if a balancing loss needs the counts of later batches of the step."""
-        accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
-        return needs_step_totals(self.objective_config) and accumulates
+        return needs_step_totals(self.objective_config) and self._batches_per_step > 1
+
+    @property
+    def _batches_per_step(self) -> int:
+        return 1 if self._trainer is None else self.trainer.accumulate_grad_batches
 
     @torch.no_grad()
     def _count_ahead(self, first: int) -> StepTotals:
@@ -446,6 +473,12 @@ class LanguageModel(LightningModule):
         summed = self.trainer.strategy.reduce(value, reduce_op="sum")
         assert isinstance(summed, Tensor)
         return summed
+
+
+def _seed_of(*entropy: int, spawn_key: tuple[int, ...] = ()) -> int:
+    """Return a seed for torch; another `spawn_key` gives independent numbers."""
+    sequence = np.random.SeedSequence(entropy, spawn_key=spawn_key)
+    return int(sequence.generate_state(1, np.uint64)[0])
 
 
 @torch.no_grad()

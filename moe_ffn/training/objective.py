@@ -1,13 +1,14 @@
-"""The objective of a step (cross-entropy plus weighted balancing losses), and updates without gradients.
+"""The objective of a step (cross-entropy, distillation, balancing losses), the gradient of the coupling loss,
+and updates without gradients.
 
-B batch, S sequence, V vocabulary, E experts
+B batch, S sequence, V vocabulary, E experts, D model width, F hidden width
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,17 +25,68 @@ from moe_ffn.balancing.losses import (
     BALANCING_LOSSES,
     BalancingWeights,
     StepTotals,
+    coupling_loss,
     pairs_per_expert,
+    proxy_tokens,
 )
+from moe_ffn.config.base import Config
+from moe_ffn.experts.matrices import MatrixExpertsConfig
+from moe_ffn.ffn.base import RouterInfo
+from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing, SparsityTargetRouting
-from moe_ffn.routing.base import Router
+from moe_ffn.parallel.sharding import full_tensor, shard_like
+from moe_ffn.routing import LinearRouterConfig
+from moe_ffn.routing.base import LinearRouter, Router
+from moe_ffn.training.distillation import DistillConfig, distillation_loss
 
 IGNORED_TARGET = -100
 """Target of positions that do not contribute to a loss, such as padding."""
 
 SHOWN_AS_MASK, SHOWN_AS_IS = 0.8, 0.1
 """Fractions of the predicted tokens that become the mask or stay unchanged; the rest become random."""
+
+
+class CouplingConfig(Config, frozen=True):
+    """Loss that makes each row of a router stand for its expert: expert-router coupling, ERC.
+
+    Lv et al. 2025 (arXiv:2512.23447), equation 3: each row, times noise, is a proxy token that must excite
+    its own expert most; see `coupling_loss`. The loss depends on weights alone. Its gradient is therefore
+    added once per optimizer step, whatever accumulation and ranks, at a cost of 2 E^2 F D FLOPs per layer.
+    """
+
+    weight: float = Field(default=1.0, gt=0)
+    """Weight of the loss, the mean over the sparse layers."""
+    alpha: float = Field(default=1.0, ge=0, le=1)
+    """An expert's response to other proxy tokens may reach this fraction of the response to its own; smaller
+    values make experts more specialised. The best was 1 for 64 experts and 0.5 for 256."""
+    noise: bool = True
+    """Multiply the rows by noise, so that they stand for the tokens around them."""
+
+    def unsupported_reason(self, infos: Mapping[str, RouterInfo]) -> str:
+        """Return the reason why a model cannot have the loss, with an alternative; empty if it can.
+
+        Args:
+            infos: routers by layer.
+        """
+        mixtures = {layer: info for layer, info in infos.items() if info.experts is not None}
+        if not mixtures:
+            return "couples routers with experts, but no layer has both; use model.ffn.type 'moe'"
+        for layer, info in mixtures.items():
+            router, experts = info.router, info.experts
+            if "round_" in layer:
+                return (
+                    f"needs experts with one router, but those of layer {layer} have several; use type "
+                    "'moe'"
+                )
+            if not isinstance(router, LinearRouterConfig) or router.mlp or router.input_norm:
+                return (
+                    "needs rows that are tokens, from a router without mlp and input_norm, but the router of "
+                    f"layer {layer} is '{router.describe()}'; use router.type 'top_k'"
+                )
+            if experts is None or not isinstance(experts.innermost, MatrixExpertsConfig):
+                return f"needs experts with hidden units, but those of layer {layer} have none"
+        return ""
 
 
 class ObjectiveConfig(BalancingWeights, frozen=True):
@@ -48,8 +100,12 @@ class ObjectiveConfig(BalancingWeights, frozen=True):
     """Rule that brings routers of type 'relu' to k experts per token; other routers ignore it."""
     bias_rule: BiasRuleConfig = SignRuleConfig()
     """Rule that updates the bias of routers with correction_bias; other routers ignore it."""
+    coupling: CouplingConfig | None = None
+    """Loss that couples each row of a router with its expert (ERC); null: none."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
     """Fraction of the tokens to predict if `model.causal` is false."""
+    distill: DistillConfig | None = None
+    """Teacher whose predictions the model learns beside the text; null: no teacher."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +121,19 @@ class Objective:
     balancing: dict[str, Tensor]
     """Balancing losses by name, unweighted; means over the sparse layers, except `load_balance_pooled`."""
 
+    distillation: Tensor | None = None
+    """Distillation loss, scalar, unweighted; None without a teacher."""
+
+    @property
+    def other_terms(self) -> dict[str, Tensor]:
+        """Terms beside the cross-entropy by name, unweighted."""
+        terms = {} if self.distillation is None else {"distillation": self.distillation}
+        return terms | self.balancing
+
     def detach(self) -> Objective:
         balancing = {name: value.detach() for name, value in self.balancing.items()}
-        return Objective(self.total.detach(), self.cross_entropy.detach(), balancing)
+        distillation = None if self.distillation is None else self.distillation.detach()
+        return Objective(self.total.detach(), self.cross_entropy.detach(), balancing, distillation)
 
 
 def cross_entropy_of(
@@ -91,20 +157,30 @@ def objective(
     *,
     sparsity_weight: Tensor | None = None,
     step_totals: StepTotals | None = None,
+    teacher_logits_BSV: Tensor | None = None,
 ) -> Objective:
-    """Return the cross-entropy plus each balancing loss times its weight.
+    """Return the cross-entropy, or its average with a distillation loss, plus weighted balancing losses.
 
     A loss of weight 0 is computed only if it is `logged_at_zero_weight`.
 
     Args:
         sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; None for the initial weight.
         step_totals: counts over the optimizer step; None if this batch is the whole step.
+        teacher_logits_BSV: logits of the teacher of `weights.distill`, if there is one.
     """
     cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
     if sparsity_weight is None:
         sparsity_weight = cross_entropy.new_tensor(weights.sparsity_rule.initial_weight)
     balancing: dict[str, Tensor] = {}
-    total = cross_entropy
+    total, distillation = cross_entropy, None
+    if weights.distill is not None and teacher_logits_BSV is not None:
+        distillation = distillation_loss(
+            logits_BSV,
+            teacher_logits_BSV,
+            target_ids_BS != IGNORED_TARGET,
+            weights.distill.temperature,
+        )
+        total = torch.lerp(cross_entropy, distillation, weights.distill.weight)
     for name, loss in BALANCING_LOSSES.items():
         weight = sparsity_weight if loss.weight_set_by_rule else getattr(weights, name)
         if not (loss.logged_at_zero_weight or weight):
@@ -113,7 +189,7 @@ def objective(
         if value is not None:
             balancing[name] = value
             total = total + weight * value
-    return Objective(total, cross_entropy, balancing)
+    return Objective(total, cross_entropy, balancing, distillation)
 
 
 def needs_step_totals(weights: ObjectiveConfig) -> bool:
@@ -180,6 +256,58 @@ def inputs_and_targets(
         token_ids_BS, masked_fraction, decoder.mask_token_id, generator
     )
     return inputs_BS, targets_BS.masked_fill(next_ids_BS == IGNORED_TARGET, IGNORED_TARGET)
+
+
+class _Coupling(nn.Module):
+    """Coupling loss of a mixture; its parameters can be replaced by `torch.func.functional_call`."""
+
+    def __init__(self, mixture: MoEFFN) -> None:
+        super().__init__()
+        self.router, self.experts = mixture.router, mixture.experts
+        self.num_experts = mixture.num_experts
+
+    def forward(self, config: CouplingConfig, generator: torch.Generator) -> Tensor:
+        rows_ED = cast("LinearRouter", self.router).projection.weight[: self.num_experts]
+        proxies_ED = proxy_tokens(rows_ED, generator) if config.noise else rows_ED
+        weights = self.experts.innermost.weights()
+        assert weights is not None
+        gate_EFD = weights.up_EHD.chunk(2, dim=1)[0] if weights.gated else weights.up_EHD
+        # A proxy token takes a token's way to the experts, such as the projection into a narrower space.
+        return coupling_loss(self.experts.before_dispatch(proxies_ED), gate_EFD, config.alpha)
+
+
+def add_coupling_gradient(decoder: nn.Module, config: CouplingConfig, seed: int) -> Tensor:
+    """Add the gradient of the weighted coupling loss to `.grad`; return the loss, the mean over layers.
+
+    A sharded model gathers the router and the experts of one layer at a time, so every rank has to call this.
+
+    Args:
+        seed: seed of the noise, equal on all ranks.
+    """
+    mixtures = [module for module in decoder.modules() if isinstance(module, MoEFFN)]
+    device = next(decoder.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    losses: list[Tensor] = []
+    for coupling in map(_Coupling, mixtures):
+        used = {
+            n: p for n, p in coupling.named_parameters() if not n.endswith((".down", ".down_bias"))
+        }
+        whole = {
+            name: full_tensor(p.detach())
+            .to(torch.promote_types(p.dtype, torch.float32))
+            .requires_grad_()
+            for name, p in used.items()
+        }
+        with torch.enable_grad():
+            loss = torch.func.functional_call(coupling, whole, (config, generator))
+            scaled = config.weight / len(mixtures) * loss
+        gradients = torch.autograd.grad(scaled, list(whole.values()), allow_unused=True)
+        for parameter, gradient in zip(used.values(), gradients, strict=True):
+            if gradient is not None and parameter.requires_grad:
+                gradient = shard_like(gradient.to(parameter.dtype), parameter)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
 
 
 Reduce = Callable[[Tensor], Tensor]

@@ -11,23 +11,19 @@ initialiser.py       a model made from a trained model without training; one fil
 
 from typing import TYPE_CHECKING
 
+from moe_ffn.config.errors import install
 from moe_ffn.config.lazy import lazy_names
-from moe_ffn.weights.carve import CarveConfig as CarveConfig
-from moe_ffn.weights.carve import carve as carve
-from moe_ffn.weights.initialiser import InitialiserConfig as InitialiserConfig
-from moe_ffn.weights.merge import MergeConfig as MergeConfig
-from moe_ffn.weights.merge import merge_experts as merge_experts
-from moe_ffn.weights.mix import MixConfig as MixConfig
-from moe_ffn.weights.prune import PruneConfig as PruneConfig
-from moe_ffn.weights.prune import prune_experts as prune_experts
-from moe_ffn.weights.upcycle import UpcycleConfig as UpcycleConfig
-from moe_ffn.weights.upcycle import upcycle as upcycle
+from moe_ffn.weights.carve import CarveConfig, carve
+from moe_ffn.weights.initialiser import InitialiserConfig
+from moe_ffn.weights.merge import MergeConfig, merge_experts
+from moe_ffn.weights.mix import MixConfig
+from moe_ffn.weights.prune import PruneConfig, prune_experts
+from moe_ffn.weights.upcycle import UpcycleConfig, upcycle
 
 if TYPE_CHECKING:
-    from moe_ffn.weights.from_transformers import load_ffn as load_ffn
-    from moe_ffn.weights.from_transformers import load_transformers as load_transformers
-    from moe_ffn.weights.to_gguf import export_gguf as export_gguf
-    from moe_ffn.weights.to_transformers import export_transformers as export_transformers
+    from moe_ffn.weights.from_transformers import load_ffn, load_transformers
+    from moe_ffn.weights.to_gguf import export_gguf
+    from moe_ffn.weights.to_transformers import export_transformers
 
 _LAZY = {
     "export_gguf": "moe_ffn.weights.to_gguf",
@@ -37,5 +33,21 @@ _LAZY = {
 }
 """Names that are imported on first use, because they need optional packages."""
 
+__all__ = [
+    "CarveConfig",
+    "InitialiserConfig",
+    "MergeConfig",
+    "MixConfig",
+    "PruneConfig",
+    "UpcycleConfig",
+    "carve",
+    "export_gguf",
+    "export_transformers",
+    "load_ffn",
+    "load_transformers",
+    "merge_experts",
+    "prune_experts",
+    "upcycle",
+]
 
-__getattr__, __dir__ = lazy_names(__name__, _LAZY)
+__getattr__, __dir__ = lazy_names(__name__, _LAZY, install=install("train"))

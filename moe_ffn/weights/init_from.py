@@ -18,8 +18,8 @@ from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.files import kind_of
 from moe_ffn.model.decoder import Decoder, DecoderConfig
-from moe_ffn.runs.config import TrainConfig, saved_config
-from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, model_folder_hint
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import MODEL_FOLDER, is_run, model_folder_hint, saved_config
 from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import (
     TOKENIZER_FILE,
@@ -94,7 +94,7 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
         )
     try:
         with accepting_code(trust_code):
-            data = saved_config(path / CONFIG_FILE).data if is_run(path) else None
+            data = saved_config(path).data if is_run(path) else None
             model_folder = path if data is None else path / MODEL_FOLDER
             if is_model_folder(model_folder):
                 decoder = load_pretrained(model_folder, trust_code=trust_code)

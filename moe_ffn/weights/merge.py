@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from moe_ffn.balancing.sums import count_pairs
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError, install
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
@@ -175,7 +175,5 @@ def _best_assignment(similarity_FF: Tensor) -> Tensor:
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
-        raise ConfigError(
-            f"method.type: merge needs scipy; install with: {install('studies')}"
-        ) from error
+        raise ConfigError("method.type: merge needs scipy: pip install scipy") from error
     return torch.from_numpy(linear_sum_assignment(similarity_FF.numpy(), maximize=True)[1])

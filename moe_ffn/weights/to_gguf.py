@@ -18,14 +18,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moe_ffn.config.errors import ConfigError, install, show
+from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.files import kind_of, make_folder, replacing
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.positions import RotaryConfig, RotaryScalingConfig, YarnConfig, yarn_mscale
 from moe_ffn.weights.options import LlamaCpp
 from moe_ffn.weights.pretrained import naming_failures
-from moe_ffn.weights.to_transformers import Export, choose_architecture, their_tensors
+from moe_ffn.weights.to_transformers import Export, choose_architecture, hf_tensors
 
 SUFFIX = ".gguf"
 
@@ -89,9 +89,7 @@ def _import_gguf() -> Any:
     try:
         return import_module("gguf")
     except ImportError as error:
-        raise ConfigError(
-            f"a {SUFFIX} file needs the gguf package; install with: {install('gguf')}"
-        ) from error
+        raise ConfigError(f"a {SUFFIX} file needs gguf: pip install gguf") from error
 
 
 def _add_options(gguf: Any, writer: Any, export: Export, max_seq_len: int) -> None:
@@ -136,7 +134,7 @@ def _add_scaling(gguf: Any, writer: Any, scaling: RotaryScalingConfig | None) ->
     writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.type))
     writer.add_rope_scaling_factor(scaling.factor)
     if isinstance(scaling, YarnConfig):
-        writer.add_rope_scaling_orig_ctx_len(scaling.original_seq_len)
+        writer.add_rope_scaling_orig_ctx_len(scaling.original())
         # llama.cpp multiplies by YaRN's own factor.
         writer.add_rope_scaling_attn_factors(scaling.magnitude / yarn_mscale(scaling.factor))
 
@@ -184,7 +182,7 @@ def _tensors(gguf: Any, decoder: Decoder, export: Export) -> dict[str, Callable[
         heads["q_proj"] = ours["attention.num_heads"]
         heads["k_proj"] = ours["attention.num_kv_heads"]
     parts: dict[str, list[Callable[[], Tensor]]] = {}
-    for name, make in their_tensors(decoder, export)[1].items():
+    for name, make in hf_tensors(decoder, export)[1].items():
         match = _EXPERT.fullmatch(name)
         name = name.replace("score_correction_bias", "score_correction.bias")
         parts.setdefault(f"{match[1]}.{match[3]}" if match else name, []).append(make)

@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.experts.low_precision import FakeQuantizedExperts, FakeQuantizedExpertsConfig
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn.base import FFNConfig
 from moe_ffn.ffn.dense import HiddenWidthConfig
@@ -57,7 +58,7 @@ class Export:
     options: Mapping[str, Any]
     """Options of transformers, for `config.json`."""
     notes: tuple[str, ...]
-    """Remarks: why not another architecture, options left out, and rewrites."""
+    """Remarks: options left out, rewrites, and what other programs ignore or require."""
     factor: Callable[[str], float]
     """Returns the factor of one of our tensors, by its name."""
 
@@ -79,7 +80,7 @@ def export_transformers(
     """
     folder = Path(folder).absolute()
     export = choose_architecture(decoder, has_tokenizer=tokenizer is not None)
-    sizes, makers = their_tensors(decoder, export)
+    sizes, makers = hf_tensors(decoder, export)
     config = {
         **export.options,
         "model_type": export.family.model_type,
@@ -160,14 +161,11 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
             "that value"
         )
     chosen = min(equal, key=lambda attempt: len(attempt.rewrites))
-    notes = [
-        f"{attempt.family.model_type} has {path}: {json.dumps(theirs)}, this model {json.dumps(value)}"
-        for attempt in attempts[: attempts.index(chosen)]
-        for path, value, theirs in attempt.differences[:1]
-    ]
-    notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
+    notes = [f"{path} acts only in training and is left out" for path in left_out]
+    formats = {part.format for part in decoder.modules() if isinstance(part, FakeQuantizedExperts)}
+    notes += [f"the weights of the experts are written rounded to {f}" for f in formats if f]
     notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
-    notes += [f"{path} acts only in training and is left out" for path in left_out]
+    notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
     notes += _mlx_notes(chosen, ours)
     notes += _llama_cpp_notes(chosen.family, ours)
 
@@ -281,6 +279,11 @@ def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
 def _block_options(ffn: FFNConfig, d_model: int) -> dict[str, Any]:
     if isinstance(ffn, JitteredConfig):
         return {**_block_options(ffn.ffn, d_model), "jitter": ffn.jitter}
+    experts = ffn.experts if isinstance(ffn, MoEConfig) else None
+    if isinstance(experts, FakeQuantizedExpertsConfig) and experts.inputs is None:
+        ffn = ffn.model_copy(
+            update={"experts": experts.experts}
+        )  # the weights are exported rounded
     flat = flatten(ffn.to_dict())
     if isinstance(ffn, HiddenWidthConfig):
         flat["d_ff"] = ffn.width(d_model)
@@ -324,15 +327,20 @@ def _path(path: str) -> str:
     return f"ffn{dot}{rest}" if kind in ("sparse", "dense") else path
 
 
-def their_tensors(
+def hf_tensors(
     decoder: Decoder, export: Export
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
     """Return the sizes of their tensors in bytes, and functions that make them."""
     config = export.config
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
     dtype = decoder.embedding.weight.dtype
+    state = dict(decoder.state_dict())
+    for path, part in decoder.named_modules():
+        if isinstance(part, FakeQuantizedExperts):
+            inner = {**part.experts.state_dict(), **part.rounded()}
+            state |= {f"{path}.{name}": value for name, value in inner.items()}
     # A jittered block contains the block to export.
-    ours = {name.replace(".ffn.ffn.", ".ffn.", 1): t for name, t in decoder.state_dict().items()}
+    ours = {name.replace(".ffn.ffn.", ".ffn.", 1): value for name, value in state.items()}
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
     for name, shape in distinct_tensors(empty).items():

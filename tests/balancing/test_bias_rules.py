@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from moe_ffn.balancing.bias_rules import (
     BiasRuleConfig,
+    GlobalQuantileRuleConfig,
     QuantileRuleConfig,
     SignRuleConfig,
     sparsity_weight_after,
@@ -28,8 +30,9 @@ RULES: list[BiasRuleConfig] = [
     SignRuleConfig(rate=0.01, centre=True),
     QuantileRuleConfig(ema=0.0),
     QuantileRuleConfig(ema=0.9),
+    GlobalQuantileRuleConfig(),
 ]
-IDS = ["sign", "sign_centred", "quantile", "quantile_averaged"]
+IDS = ["sign", "sign_centred", "quantile", "quantile_averaged", "global_quantile"]
 
 
 def route(logits_TE: Tensor, k: int, bias_E: Tensor, mask: Tensor | None = None) -> Routing:
@@ -97,17 +100,21 @@ def test_the_sign_rule_counts_before_dropping_and_without_padding(make_routing: 
 
 
 def test_the_average_keeps_its_share_of_the_old_bias_and_takes_the_mean_of_the_batches() -> None:
-    # Two batches observed (.3, -.1) together: fresh is -(.15, -.05); .9 * (.2, -.2) + .1 * fresh is
+    # Two batches observed (-.3, .1) together: fresh is (-.15, .05); .9 * (.2, -.2) + .1 * fresh is
     # (.165, -.175), less its mean -.005: (.17, -.17).
     rule = QuantileRuleConfig(ema=0.9)
-    bias = rule.update(torch.tensor([0.2, -0.2]), torch.tensor([0.3, -0.1]), num_batches=2)
+    bias = rule.update(torch.tensor([0.2, -0.2]), torch.tensor([-0.3, 0.1]), num_batches=2)
     torch.testing.assert_close(bias, torch.tensor([0.17, -0.17]), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_one_quantile_step_takes_most_of_the_imbalance_and_a_few_nearly_all(k: int) -> None:
+@pytest.mark.parametrize(
+    "rule", [QuantileRuleConfig(ema=0.0), GlobalQuantileRuleConfig()], ids=lambda rule: rule.type
+)
+def test_one_quantile_step_takes_most_of_the_imbalance_and_a_few_nearly_all(
+    rule: BiasRuleConfig, k: int
+) -> None:
     logits, bias = lopsided_logits(), torch.zeros(8)
-    rule = QuantileRuleConfig(ema=0.0)
     violations = [violation(logits, k, bias)]
     for _ in range(10):
         bias = step(rule, bias, route(logits, k, bias))
@@ -125,7 +132,7 @@ def test_one_quantile_step_takes_most_of_the_imbalance_and_a_few_nearly_all(k: i
 def test_a_share_that_is_no_whole_number_is_rounded_down(
     num_tokens: int, k: int, num_experts: int, place: int, padding: int
 ) -> None:
-    # The (T k / E + 1)-th largest excess: of 5 tokens and one of two experts the third, place 2 from 0.
+    # The (T k / E + 1)-th smallest: of 5 tokens and one of two experts the third, place 2 from 0.
     generator = torch.Generator().manual_seed(num_tokens)
     scores_TE = torch.rand(num_tokens + padding, num_experts, generator=generator)
     mask_T = torch.arange(num_tokens + padding) < num_tokens
@@ -144,11 +151,107 @@ def test_a_share_that_is_no_whole_number_is_rounded_down(
     observed_E = QuantileRuleConfig().observe(routing, torch.zeros(num_experts))
     for expert in range(num_experts):
         rows = scores_TE[:num_tokens].tolist()
-        excess = [row[expert] - sorted(row, reverse=True)[k] for row in rows]
-        assert observed_E[expert].item() == pytest.approx(sorted(excess, reverse=True)[place])
+        required = [sorted(row, reverse=True)[k] - row[expert] for row in rows]
+        assert observed_E[expert].item() == pytest.approx(sorted(required)[place])
 
 
-# ------------------------------------------------------------------------------- both
+# ------------------------------------------------------------------------------- the global quantile rule
+
+
+def observed_bins(counts: dict[tuple[int, int], int], num_bins: int, pairs: list[int]) -> Tensor:
+    """Histograms with `counts` at (expert, bin), and the pairs of each expert."""
+    observed = torch.zeros(len(pairs), num_bins + 1, dtype=torch.int64)
+    for cell, count in counts.items():
+        observed[cell] = count
+    observed[:, -1] = torch.tensor(pairs)
+    return observed
+
+
+def exact_quantiles(logits_TE: Tensor, k: int, bias_E: Tensor) -> Tensor:
+    """The ceil(T k / E)-th smallest required bias of each expert, in float64."""
+    scores_TE = logits_TE.double().sigmoid()
+    cutoff_T1 = (scores_TE + bias_E.double()).sort(dim=-1, descending=True).values[:, k, None]
+    num_tokens, num_experts = scores_TE.shape
+    rank = -(-num_tokens * k // num_experts)
+    return (cutoff_T1 - scores_TE).sort(dim=0).values[rank - 1]
+
+
+def test_the_quantiles_are_those_of_the_published_tests() -> None:
+    # torchtitan, test_quantile_balance.py: 8 tokens, k = 1, 10 bins of width 0.2.
+    counts = {(i, 2 * i + 2): 2 for i in range(4)} | {(i, 2 * i + 3): 6 for i in range(4)}
+    found = GlobalQuantileRuleConfig(num_bins=10).update(
+        torch.zeros(4), observed_bins(counts, 10, [8, 0, 0, 0]), 1
+    )
+    torch.testing.assert_close(found, torch.tensor([-0.6, -0.2, 0.2, 0.6]))
+    # Megatron-LM, test_qb_histogram_recovery: 4 tokens, k = 1, 4 bins of width 0.5.
+    counts = {(0, 1): 2, (0, 2): 2, (1, 0): 2, (1, 1): 2}
+    found = GlobalQuantileRuleConfig(num_bins=4).update(
+        torch.zeros(2), observed_bins(counts, 4, [3, 1]), 1
+    )
+    torch.testing.assert_close(found, torch.tensor([0.25, -0.25]))
+
+
+def test_ranks_move_the_bias_as_in_the_published_test() -> None:
+    # torchtitan, test_quantile_balancing_distributed.py: each rank alone, and both together.
+    scores = torch.tensor([[0.92, 0.68, 0.31, 0.07], [0.07, 0.31, 0.92, 0.68]])
+    rule, bias = GlobalQuantileRuleConfig(num_bins=10), torch.zeros(4)
+    observed = [rule.observe(route(row.logit().expand(4, -1), 1, bias), bias) for row in scores]
+    alone = [rule.update(bias, one, 1) for one in observed]
+    torch.testing.assert_close(alone[0], torch.tensor([-0.5, -0.1, 0.1, 0.5]))
+    torch.testing.assert_close(alone[1], torch.tensor([0.5, 0.1, -0.5, -0.1]))
+    together = rule.update(bias, observed[0] + observed[1], 2)
+    torch.testing.assert_close(together, torch.tensor([-0.2, 0.2, -0.2, 0.2]))
+
+
+@pytest.mark.parametrize("num_bins", [2, 50, 1000])
+@pytest.mark.parametrize(("num_tokens", "k"), [(512, 2), (37, 3), (5, 1)])
+def test_a_histogram_is_within_one_bin_of_the_exact_quantile(
+    num_tokens: int, k: int, num_bins: int
+) -> None:
+    logits, bias = lopsided_logits(num_tokens), torch.linspace(0.3, -0.5, 8)
+    rule = GlobalQuantileRuleConfig(num_bins=num_bins)
+    found = rule.quantiles(bias, rule.observe(route(logits, k, bias), bias))
+    width = 2.8 / num_bins
+    assert (found - exact_quantiles(logits, k, bias)).abs().max() <= width + 1e-6
+
+
+@pytest.mark.parametrize("parts", [[512], [128] * 4, [1, 300, 7, 204]], ids=len)
+def test_parts_of_a_step_have_the_histogram_of_the_whole(parts: list[int]) -> None:
+    logits, bias = lopsided_logits(), torch.linspace(-0.1, 0.1, 8)
+    mask = torch.arange(512) % 5 > 0
+    rule = GlobalQuantileRuleConfig()
+    whole = rule.observe(route(logits, 2, bias, mask), bias)
+    pairs = zip(logits.split(parts), mask.split(parts), strict=True)
+    observed = [rule.observe(route(part, 2, bias, real), bias) for part, real in pairs]
+    assert torch.equal(torch.stack(observed).sum(0), whole)
+    assert whole[:, :-1].sum(-1).tolist() == [int(mask.sum())] * 8
+    assert whole[:, -1].sum() == 2 * mask.sum()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_steps_balance_what_the_sign_rule_takes_hundreds_for(seed: int) -> None:
+    logits = lopsided_logits(num_tokens=2048, num_experts=32, seed=seed)
+    violations: list[float] = []
+    for rule in (SignRuleConfig(), GlobalQuantileRuleConfig()):
+        bias = torch.zeros(32)
+        for _ in range(5):
+            bias = step(rule, bias, route(logits, 4, bias))
+        violations.append(violation(logits, 4, bias))
+    assert violations[0] > 1
+    assert violations[1] < 0.1
+
+
+def test_scores_beyond_the_range_move_the_bias_further_at_each_step() -> None:
+    # All 8 tokens prefer expert 0 by 3, outside of [-1, 1]: the range follows the bias.
+    routing = route(torch.zeros(8, 2), 1, torch.zeros(2))
+    routing = replace(routing, scores_TE=torch.tensor([3.0, 0.0]).expand(8, 2))
+    bias, rule = torch.zeros(2), GlobalQuantileRuleConfig()
+    for _ in range(4):
+        bias = step(rule, bias, routing)
+    assert (bias[1] - bias[0]).item() == pytest.approx(3, abs=0.02)
+
+
+# ------------------------------------------------------------------------------- all rules
 
 
 @pytest.mark.parametrize("config", [c for c in RULES if c != RULES[0]], ids=IDS[1:])
@@ -193,7 +296,7 @@ def test_the_bias_keeps_its_dtype_and_has_no_gradient(config: BiasRuleConfig) ->
     rule = config
     observed = rule.observe(routing, bias)
     assert not observed.requires_grad
-    assert observed.shape == (8,)
+    assert observed.shape[0] == 8
     assert rule.update(bias, observed, num_batches=1).dtype == torch.float32
     assert bias.count_nonzero() == 0
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import (
+    coupling_loss,
     importance_cv2_loss,
     load_balancing_loss,
     load_cv2_loss,
     pooled_load_balancing_loss,
+    proxy_tokens,
     relu_sparsity_loss,
     router_entropy_loss,
     router_z_loss,
@@ -229,3 +231,69 @@ def test_the_sparsity_loss_of_a_router_without_a_target_is_refused(make_routing:
     message = r"relu_sparsity needs a SparsityTargetRouting, which router\.type 'relu' returns"
     with pytest.raises(ValueError, match=message):
         relu_sparsity_loss(make_routing([[0]], 2))
+
+
+# ------------------------------------------------------------------------------- coupling
+
+
+def coupling_of_loops(proxies_ED: Tensor, gate_EFD: Tensor, alpha: float) -> Tensor:
+    """Equation 3 of arXiv:2512.23447, one pair of experts after another."""
+    num_experts = len(proxies_ED)
+    norms = [[(gate @ proxy).square().sum().sqrt() for gate in gate_EFD] for proxy in proxies_ED]
+    total = proxies_ED.new_zeros(())
+    for i in range(num_experts):
+        for j in range(num_experts):
+            if j != i:
+                own = alpha * norms[i][i]
+                total = total + (norms[i][j] - own).clamp(min=0) + (norms[j][i] - own).clamp(min=0)
+    return total / num_experts**2
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_the_coupling_loss_and_its_gradients_are_those_of_loops(alpha: float) -> None:
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((5, 6), (5, 4, 6))
+    ]
+    proxies_ED, gate_EFD = inputs
+    found, expected = (
+        loss(proxies_ED, gate_EFD, alpha) for loss in (coupling_loss, coupling_of_loops)
+    )
+    assert found.item() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(x, inputs) for x in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_experts_that_respond_to_their_own_rows_alone_have_no_coupling_loss() -> None:
+    rows_ED = torch.eye(3)
+    own, others = torch.diag_embed(rows_ED), torch.diag_embed(1 - rows_ED)
+    assert coupling_loss(rows_ED, own, alpha=0.0) == 0
+    # M is 0 on its diagonal and 1 elsewhere: 6 pairs of experts, each twice, divided by 9.
+    assert coupling_loss(rows_ED, others, alpha=1.0).item() == pytest.approx(12 / 9)
+    assert coupling_loss(rows_ED[:1], own[:1], alpha=1.0) == 0
+
+
+def test_a_proxy_token_is_nearer_to_its_own_row_than_to_any_other() -> None:
+    torch.manual_seed(0)
+    rows_ED = torch.randn(8, 3) * torch.logspace(-1, 1, 8).unsqueeze(-1)
+    drawn = torch.stack([proxy_tokens(rows_ED) for _ in range(500)])
+    own = (drawn - rows_ED).norm(dim=-1)
+    others = torch.cdist(drawn, rows_ED.expand(500, -1, -1))
+    assert (own <= others.amin(dim=-1) + 1e-6).all()
+    # U(1 - eps, 1 + eps) has a mean of 1 and reaches nearly both ends.
+    torch.testing.assert_close(drawn.mean(0), rows_ED, rtol=0.2, atol=0)
+    nearest = torch.cdist(rows_ED, rows_ED).fill_diagonal_(torch.inf).amin(-1)
+    eps = nearest / 2 / rows_ED.norm(dim=-1)
+    reached = (drawn / rows_ED - 1).abs().amax(dim=(0, 2))
+    torch.testing.assert_close(reached, eps, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("rows", [[[0.0, 0.0], [1.0, 2.0]], [[1.0, 2.0]], [[1.0, 2.0]] * 3])
+def test_rows_of_zeros_and_equal_rows_have_no_noise(rows: list[list[float]]) -> None:
+    rows_ED = torch.tensor(rows)
+    proxies_ED = proxy_tokens(rows_ED)
+    assert proxies_ED.isfinite().all()
+    assert torch.equal(proxies_ED[0], rows_ED[0])

@@ -69,6 +69,7 @@ def test_a_run_is_judged_by_its_own_text_and_objective(
 
     assert code == 1
     assert "objective has neither a balancing loss nor a bias rule" in out
+    assert "idle experts need 50 steps of training, this model has 1" in out
     facts = json.loads((tmp_path / "a.json").read_text())["facts"]
     assert facts["text"] == "validation split"
 

@@ -146,6 +146,23 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "objective.load_cv2 (0.1) counts over a router's noise, but the router of layer 0 is "
         "'expert_choice'; use router.type 'noisy_top_k' or objective.load_balance"
     ),
+    "--objective.bias_rule global_quantile --model.ffn.router {type:&sigmoid_top_k,&groups:&"
+    "{num_groups:&4,&keep:&2}}": (
+        "objective.bias_rule.type ('global_quantile') assumes that a token chooses its k largest scores + "
+        "bias, with scores between 0 and 1, but the router of layer 0 has groups; remove it, or use "
+        "bias_rule.type 'sign'"
+    ),
+    "--objective.coupling {} --model.ffn swiglu": (
+        "objective.coupling couples routers with experts, but no layer has both; use model.ffn.type 'moe'"
+    ),
+    "--objective.coupling {} --model.ffn.router hash": (
+        "objective.coupling needs rows that are tokens, from a router without mlp and input_norm, but the "
+        "router of layer 0 is 'hash k=1'; use router.type 'top_k'"
+    ),
+    "--objective.coupling {} --model.ffn {type:&chain_of_experts}": (
+        "objective.coupling needs experts with one router, but those of layer 0 round_2 have several; use "
+        "type 'moe'"
+    ),
     "--objective.load_balance_pooled 0.1 --model.ffn_at {0:&{type:&moe,&num_experts:&4}}": (
         "objective.load_balance_pooled (0.1) needs equally many experts in every layer, got 4, 8; use "
         "objective.load_balance"

@@ -73,7 +73,7 @@ def test_without_the_library_the_program_says_what_to_install(
     with pytest.raises(ConfigError) as caught:
         parse_options(["--entity", "team", "--project", "project", "--json"])
     assert str(caught.value) == (
-        "the dashboard needs wandb-workspaces; install with: pip install '.[dashboard]'"
+        "the dashboard needs wandb-workspaces: pip install wandb-workspaces"
     )
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ffn.config.errors import install
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.tiny_runs import run_here, trained
@@ -167,6 +166,92 @@ def test_the_corpus_of_a_config_or_of_options_is_validated_on(
     assert of_model["loss"] == pytest.approx(own["loss"], abs=1e-6)  # in other batches
 
 
+# -- other k
+
+ELASTIC = {"model__ffn": "{type: moe, num_experts: 4, router: {type: elastic_top_k, k_max: 4}}"}
+
+
+def test_loss_and_cost_of_each_k_are_shown_written_and_drawn(
+    evaluate: Evaluate, figures: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    elastic, fixed = trained(**ELASTIC), trained()
+    page, out = tmp_path / "k.html", tmp_path / "k.json"
+
+    code, printed, err = evaluate(elastic, fixed, "--k", "1..3,2", "--html", page, "--json", out)
+
+    assert (code, err) == (0, "")
+    written = json.loads(out.read_text())["models"]
+    assert list(written) == [str(elastic), str(fixed)]
+    rows = [line.split() for line in printed.splitlines()]
+    assert rows[1] == ["k", "loss", "perplexity", "FLOPs", "per", "token"]
+    for number, run in enumerate((elastic, fixed)):
+        points = written[str(run)]["k"]
+        for row, point in zip(rows[5 * number + 2 :], points, strict=False):
+            assert row[:2] == [str(point["k"]), f"{point['loss']:.4f}"]
+            assert row[3] == f"{point['flops_per_token']:,}"
+        assert [point["k"] for point in points] == [1, 2, 3]
+        costs = [point["flops_per_token"] for point in points]
+        assert costs[1] - costs[0] == costs[2] - costs[1] > 0
+        assert len({point["loss"] for point in points}) == 3
+        assert points[1]["loss"] == figures(run)["loss"]  # k = 2 is that of its config
+    facts = json.loads((fixed / "facts.json").read_text())
+    assert written[str(fixed)]["k"][1]["flops_per_token"] == facts["flops_per_token"]
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "k = 3" in text
+
+
+def test_a_layer_may_have_its_own_k(figures: Callable[..., dict[str, Any]]) -> None:
+    def routed(*argv: str) -> list[float]:
+        (model,) = figures(trained(), "--k", "3", *argv)["models"].values()
+        return [layer["experts_per_token"] for layer in model["k"][0]["routing"].values()]
+
+    assert routed() == [3, 3]
+    assert routed("--k-at", "1=1") == [3, 1]
+    assert routed("--k-at", ":=4", "--k-at", "0=2") == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--k", "9"],
+            "'RUN': --k: layer 0: router.k (9) must not exceed num_experts (8); lower k",
+        ),
+        (
+            ["--k", "1", "--k-at", "1=9"],
+            "'RUN': --k-at: layer 1: router.k (9) must not exceed num_experts (8); lower k",
+        ),
+        (
+            ["--k", "1", "--k-at", "2=1"],
+            "'RUN': --k-at '2' names none of the 2 layers (0 to 1)",
+        ),
+        (["--k", "1", "--k-at", "2"], "--k-at: must be LAYERS=K, such as 0=4 or 1::2=1, got '2'"),
+        *(
+            (
+                ["--k", bad],
+                f"--k: must be numbers from 1 or ascending ranges, such as 1..8 or 1,2,4, got '{bad}'",
+            )
+            for bad in ("0", "3..1", "1..", "2,", "x", "1..99999")
+        ),
+        (["--html", "k.html"], "--html: needs --k; add --k, such as --k 1..8, or leave --html out"),
+        (["--k-at", "0=1"], "--k-at: needs --k; add --k, such as --k 1..8, or leave --k-at out"),
+        (
+            ["other"],
+            "'other' is a second folder, which needs --k; evaluate one at a time, or give --k",
+        ),
+        (["--k", "1", "--tasks", "x"], "--tasks: cannot be used with --k; leave one of them out"),
+    ],
+)
+def test_a_k_that_does_not_fit_is_refused_before_anything_is_evaluated(
+    evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    code, out, err = evaluate(trained(), *argv)
+    assert (code, out) == (2, "")
+    assert err == "error: " + message.replace("RUN", str(trained()))
+
+
 def test_a_corpus_that_has_changed_is_said(tmp_path: Path) -> None:
     """The figures would be those of another text under the same name."""
     run = Path(shutil.copytree(trained(), tmp_path / "run"))
@@ -186,7 +271,7 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     done = run_here(str(trained()), "--tasks", "x", program="moe_ffn.cli.evaluate")
     assert done.code == 2
     assert done.own_lines == [
-        "error: --tasks: lm-eval is not installed; install with: " + install("eval")
+        "error: --tasks: lm-eval is not installed: pip install lm-eval 'pytablewriter>=1.2'"
     ]
 
 

@@ -84,6 +84,6 @@ def test_a_module_in_the_current_folder_is_found(
 def test_what_to_install_is_the_clone_or_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert install("train") == "pip install '.[train]'"
+    assert install("train") == "pip install -e '.[train]'"
     monkeypatch.setattr("moe_ffn.config.errors._ROOT", tmp_path)
     assert install("train") == "pip install 'moe_ffn[train]'"

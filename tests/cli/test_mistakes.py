@@ -143,6 +143,9 @@ MISTAKES = {
     # inspect
     "inspect run --layers 9": "--layers: the model has no layer 9; it has 0 to 1",
     "inspect run --text none": "--text: 'none' cannot be read (No such file or directory)",
+    "inspect run --text 'a\nb'": (
+        r"--text: 'a\nb' is a text of several lines; give a file with this text"
+    ),
     "inspect run --text one.txt": "--text: 'one.txt' has 1 tokens; give a text of two or more",
     "inspect run --text seven.txt": (
         "--text: the text has 6 tokens, but a unit is judged by its 10 strongest inputs; give more text"

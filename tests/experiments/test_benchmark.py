@@ -129,9 +129,12 @@ def test_every_backend_and_block_of_hugging_face_computes_the_same(case: Case) -
     pytest.importorskip("transformers")
     peers = [HF_EAGER, HF_GROUPED, HF_BATCHED]
 
-    layers = sparse_layers(case, tuple(BACKENDS), peers, unheard)
+    # Triton's interpreter takes seconds, and tests/kernels compares it with the loop.
+    backends = [name for name in BACKENDS if name != "triton"]
 
-    ours = [f"moe_ffn {name}" for name in ("auto", *BACKENDS)]
+    layers = sparse_layers(case, backends, peers, unheard)
+
+    ours = [f"moe_ffn {name}" for name in ("auto", *backends)]
     assert [layer.name for layer in layers] == [*ours, *peers]
     assert {layer.computes for layer in layers} == {SAME}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ import pytest
 import torch
 
 import moe_ffn
-import moe_ffn.interop
-import moe_ffn.metrics
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.json_files import AlarmLine
 from moe_ffn.training.monitoring import alarms
@@ -52,9 +51,13 @@ def test_what_a_notebook_prints_of_a_run_is_a_line(moe_run: Any) -> None:
     assert repr(run.series("no/such")) == "Series(no values)"
 
 
-@pytest.mark.parametrize("module", [moe_ffn, moe_ffn.interop, moe_ffn.metrics], ids=str)
-def test_every_public_name_is_listed_and_there(module: Any) -> None:
+FAMILIES = ("balancing", "experts", "ffn", "interop", "metrics", "routing", "weights")
+
+
+@pytest.mark.parametrize("package", ["", *(f".{family}" for family in FAMILIES)])
+def test_every_public_name_is_listed_and_there(package: str) -> None:
     """Tab completion reads `dir`, of names that are imported on first use too."""
+    module = import_module(f"moe_ffn{package}")
     assert set(module.__all__) <= set(dir(module))
     assert not hasattr(module, "lode_run")
     for name in module.__all__:

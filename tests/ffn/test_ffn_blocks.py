@@ -58,6 +58,7 @@ moe-zero_computation: {type: moe, num_experts: 4, router: {type: top_k, k: 4},
   zero_computation: {num_zero: 1, num_copy: 1, num_constant: 2}}
 moe-latent: {type: moe, num_experts: 12, router: {type: top_k, k: 4}, experts: {type: latent,
   width: 4, bias: true}}
+moe-fake_quantized: {type: moe, experts: {type: fake_quantized, inputs: fp8, experts: mlp}}
 chain_of_experts-3: {type: chain_of_experts, rounds: 3, ffn: {num_experts: 7,
   experts: {type: latent, width: 4}, shared_expert: swiglu}}
 mixture_of_depths-moe: {type: mixture_of_depths, ffn: moe, router: {type: relu, k: 0.5}}

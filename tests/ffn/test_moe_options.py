@@ -37,6 +37,7 @@ CONFIGS: dict[str, Options] = {
     "input_weighted-shared": moe(around("input_weighted"), **SHARED),
     "latent": moe(around("latent", width=6)),
     "latent-bias": moe(around("latent", width=6, bias=True), **SHARED),
+    "latent-normed": moe(around("latent", around("normed", output={}), width=6), **SHARED),
     "experts-input": moe(around("normed", input={})),
     "experts-each": moe(around("normed", each={"eps": 0.1})),
     "experts-each-before": moe(around("normed", each={"scale": "before", "eps": 0.1})),

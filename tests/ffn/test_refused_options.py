@@ -185,6 +185,21 @@ null
 {type: moe, num_experts: 6, router: {type: top_k, k: 2, num_always: 5}}
     router.k (2) must not exceed the experts to choose from (1: num_experts 6 minus router.num_always 5);
     lower one of them or raise num_experts
+{type: moe, router: {type: elastic_top_k, k_max: 9}}
+    router.k_max (9) must not exceed num_experts (8); lower router.k_max or raise num_experts
+{type: moe, router: {type: elastic_top_k, k_max: 8, num_always: 1}}
+    router.k_max (8) must not exceed the experts to choose from (7: num_experts 8 minus
+    router.num_always 1); lower one of them or raise num_experts
+{type: moe, router: {type: elastic_top_k, k_min: 0}}
+    router.k_min: must be at least 1, got 0
+{type: moe, router: {type: elastic_top_k, k_min: 4}}
+    router: k_min (4) must not exceed k_max (3); lower k_min or raise k_max
+{type: moe, router: {type: elastic_top_k, k_max: 1, renormalize: true}}
+    router: renormalize (true) with k_max (1) makes every weight a constant 1, so the router would never
+    learn; set renormalize: false or k_max >= 2
+{type: moe, router: {type: elastic_top_k, groups: {num_groups: 2, keep: 1}}}
+    router: groups chooses among the experts for one k, but elastic_top_k draws k; set groups: null, or
+    type: top_k
 {type: moe, router: {type: neuron_top_k, mlp: {width: 4}}}
     router: mlp is for routers whose logits are a projection of the token, but the logits of
     'neuron_top_k' are hidden units of the experts; leave mlp out

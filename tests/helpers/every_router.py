@@ -24,6 +24,8 @@ BATCH, LENGTH, D_MODEL, NUM_EXPERTS = 2, 8, 8, 4
 NUM_TOKENS = BATCH * LENGTH
 
 ROUTERS: dict[str, dict[str, Any]] = yaml.safe_load("""
+elastic_top_k: {type: elastic_top_k}
+elastic_top_k-options: {type: elastic_top_k, k: 3, k_min: 2, renormalize: true, bias: true, jitter: 0.1}
 expert_choice: {type: expert_choice}
 expert_choice-batch: {type: expert_choice, among: batch, score: sigmoid, k: 1.0, jitter: 0.1}
 expert_choice-all: {type: expert_choice, k: 4}

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moe_ffn.cli.training_run import read_teacher
 from moe_ffn.data.prepare import prepare
 from moe_ffn.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.parallel.sharding import full_tensor
@@ -54,6 +55,8 @@ def fit(
     torch.manual_seed(config.seed)
     module = build_module(config, data, layout)
     module.start_from(weights or {})
+    if teacher := read_teacher(config, data):
+        module.learn_from(teacher)
     callbacks = make_callbacks(config, data, folder)
     trainer: Any = build_trainer(config, folder, precision, [], callbacks, layout)
     trainer.callbacks += more

@@ -31,10 +31,13 @@ LATENT = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
 }
+MAMBA: dict[str, Any] = dict.fromkeys(
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "chunk_size"), 8
+)
 FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {}, "cohere2_moe": {}, "deepseek_v3": LATENT, "dots1": {}, "ernie4_5_moe": {},
     "exaone_moe": {}, "flex_olmo": {}, "glm4_moe": {}, "gpt_oss": {}, "granitemoe": {},
-    "hunyuan_v1_moe": {}, "jamba": {}, "minimax_m2": {}, "mixtral": {}, "nemotron_h": {},
+    "hunyuan_v1_moe": {}, "jamba": {}, "minimax_m2": {}, "mixtral": {}, "nemotron_h": MAMBA,
     "olmoe": {}, "phimoe": {}, "qwen2_moe": {}, "qwen3_moe": {}, "solar_open": {},
 }  # fmt: skip
 """Each kind of experts: gated and plain, biased, transposed, interleaved, clamped."""

@@ -58,6 +58,10 @@ def _rows_that_were_not_written_are_nan(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(launch.Rows, "empty", empty)
 
 
+NARROW = {"d_model": 12, "d_ff": 10}
+"""Widths of a tile of the interpreter or less."""
+
+
 def tokens(num_tokens: int, dtype: torch.dtype = torch.float32, d_model: int = D_MODEL) -> Tensor:
     generator = torch.Generator().manual_seed(6)
     x_TD = torch.randn(num_tokens, d_model, generator=generator)
@@ -82,42 +86,44 @@ def test_every_activation_equals_the_loop(
     activation: Activation, gated: bool, make_weights: Any, make_plan_of: Any
 ) -> None:
     plan = PLANS["one_expert_takes_all"]
-    weights = make_weights(activation=activation, gated=gated, bias=gated)
-    check(tokens(len(plan)), make_plan_of(plan, 3), weights)
+    weights = make_weights(activation=activation, gated=gated, bias=gated, **NARROW)
+    check(tokens(len(plan), d_model=12), make_plan_of(plan, 3), weights)
 
 
 @pytest.mark.parametrize(
-    ("gated", "dtype"),
+    ("gated", "dtype", "name"),
     [
-        (True, torch.float32),
-        (False, torch.bfloat16),
-        pytest.param(True, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(False, torch.float32, marks=pytest.mark.slow),
+        (True, torch.float32, "lopsided"),
+        (False, torch.bfloat16, "one_expert_takes_all"),
+        pytest.param(True, torch.bfloat16, "lopsided", marks=pytest.mark.slow),
+        pytest.param(False, torch.float32, "lopsided", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_equal_the_loop(
-    gated: bool, dtype: torch.dtype, make_weights: Any, make_plan_of: Any
+    gated: bool, dtype: torch.dtype, name: str, make_weights: Any, make_plan_of: Any
 ) -> None:
-    plan = PLANS["lopsided"]
+    plan = PLANS[name]
     weights = make_weights(gated=gated, rank=3, dtype=dtype)
     check(tokens(len(plan), dtype), make_plan_of(plan, 3), weights)
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize(
+    ("gated", "name"), [(True, "lopsided"), (False, "one_expert_takes_all")], ids=["gated", "plain"]
+)
 def test_widths_that_are_multiples_of_a_tile_equal_the_loop(
-    gated: bool, make_weights: Any, make_plan_of: Any
+    gated: bool, name: str, make_weights: Any, make_plan_of: Any
 ) -> None:
     """Without masks: what the widths of real layers are."""
-    plan = PLANS["lopsided"]
+    plan = PLANS[name]
     weights = make_weights(d_model=32, d_ff=48, gated=gated)
     check(tokens(len(plan), d_model=32), make_plan_of(plan, 3), weights)
 
 
 def test_clamped_swiglu_equals_the_loop(make_weights: Any, make_plan_of: Any) -> None:
-    plan = PLANS["lopsided"]
+    plan = PLANS["one_expert_takes_all"]
     # A limit at which about half of the values are clamped.
-    weights = make_weights(gate_function=ClampedSwiGLU(alpha=1.702, limit=0.5))
-    check(tokens(len(plan)), make_plan_of(plan, 3), weights)
+    weights = make_weights(gate_function=ClampedSwiGLU(alpha=1.702, limit=0.5), **NARROW)
+    check(tokens(len(plan), d_model=12), make_plan_of(plan, 3), weights)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -126,19 +132,21 @@ def test_every_plan_equals_the_loop(name: str, make_weights: Any, make_plan_of: 
     check(tokens(len(plan)), make_plan_of(plan, 3), make_weights())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float16, "lopsided"), (torch.bfloat16, "one_expert_takes_all")]
+)
 def test_half_precision_adds_up_in_float32(
-    dtype: torch.dtype, make_weights: Any, make_plan_of: Any
+    dtype: torch.dtype, name: str, make_weights: Any, make_plan_of: Any
 ) -> None:
-    plan = PLANS["lopsided"]
+    plan = PLANS[name]
     check(tokens(len(plan), dtype), make_plan_of(plan, 3), make_weights(dtype=dtype))
 
 
 def test_autocast_lowers_the_products_and_not_the_gradients(
     make_weights: Any, make_plan_of: Any
 ) -> None:
-    plan, weights = make_plan_of(PLANS["lopsided"], 3), make_weights()
-    x_TD = tokens(len(PLANS["lopsided"]))
+    plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
+    x_TD = tokens(len(PLANS["one_expert_takes_all"]))
 
     def lowered(*arguments: Any) -> Tensor:
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -149,8 +157,8 @@ def test_autocast_lowers_the_products_and_not_the_gradients(
 
 
 def test_tokens_may_have_any_strides(make_weights: Any, make_plan_of: Any) -> None:
-    plan, weights = make_plan_of(PLANS["lopsided"], 3), make_weights()
-    x_TD = tokens(len(PLANS["lopsided"])).detach()
+    plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
+    x_TD = tokens(len(PLANS["one_expert_takes_all"])).detach()
     wanted = backend.triton(x_TD, plan, weights)
     columns_first = x_TD.t().contiguous().t()
     every_other_row = x_TD.repeat_interleave(2, dim=0)[::2]
@@ -198,8 +206,11 @@ def test_backward_keeps_the_inputs_and_one_product(make_weights: Any, make_plan_
 
 
 def test_training_and_evaluation_give_the_same_bits(make_weights: Any, make_plan_of: Any) -> None:
-    plan, weights = make_plan_of(PLANS["lopsided"], 3), make_weights(dtype=torch.float16)
-    x_TD = tokens(len(PLANS["lopsided"]), torch.float16)
+    plan, weights = (
+        make_plan_of(PLANS["one_expert_takes_all"], 3),
+        make_weights(dtype=torch.float16),
+    )
+    x_TD = tokens(len(PLANS["one_expert_takes_all"]), torch.float16)
     trained = backend.triton(x_TD, plan, weights)
     assert trained.requires_grad
     with torch.no_grad():
@@ -241,14 +252,14 @@ def test_dropout_multiplies_the_hidden_units_in_both_directions(
 
 @pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
 def test_torch_compile_takes_the_operator_whole(make_weights: Any, make_plan_of: Any) -> None:
-    plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
+    plan, weights = make_plan_of(PLANS["one_pair"], 3), make_weights(**NARROW)
     torch.compiler.reset()
     compiled: Any = torch.compile(
         lambda x_TD, plan, weights: run_experts(x_TD, plan, weights, "triton"),
         fullgraph=True,
         backend="inductor" if DEVICE == "cuda" else "aot_eager",  # inductor takes half a minute
     )
-    given = tokens(9), plan, weights
+    given = tokens(1, d_model=12), plan, weights
     assert_close(derive(compiled, *given), derive(backend.triton, *given), 1e-6)
 
 

@@ -129,7 +129,7 @@ def test_token_by_token_equals_the_whole_sequence(positions: str, kind: str, ffn
 @pytest.mark.parametrize("attention", [*ATTENTION.values(), *WINDOWED.values()], ids=str)
 def test_windows_and_scaled_positions_token_by_token(attention: dict[str, Any]) -> None:
     check_token_by_token(model := decoder(attention=attention, **SCALED))
-    plain = decoder(attention={**attention, "window": None}, **SCALED)
+    plain = decoder(attention={**attention, "window": MAX_LEN}, **SCALED)
     plain.load_state_dict(model.state_dict())
     ids = token_ids(1, MAX_LEN)
     differs = (plain(ids).logits - model(ids).logits).abs().amax(-1)[0] > 1e-9

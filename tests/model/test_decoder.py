@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import Decoder, DecoderConfig, FFNConfig, TokenContext
 from moe_ffn.config.errors import UseCase
@@ -100,6 +103,77 @@ def logits_of(model: Decoder, *inputs: Tensor) -> Tensor:
     return model(*inputs).logits
 
 
+# ----------------------------------------------------------------------------------- other k
+
+OTHER_K: dict[str, Any] = {
+    "top_k": {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "renormalize": True}},
+    "elastic_top_k": {"type": "moe", "num_experts": 4, "router": "elastic_top_k"},
+    "sparse_mixer": {"type": "moe", "num_experts": 4, "router": "sparse_mixer"},
+    "sigmoid latent": {
+        "type": "moe",
+        "num_experts": 4,
+        "router": "sigmoid_top_k",
+        "experts": {"type": "latent", "width": 8, "experts": "swiglu"},
+        "shared_expert": "swiglu",
+    },
+    "chain": {"type": "chain_of_experts", "ffn": {"num_experts": 4}},
+    "inner": {
+        "type": "mixture_of_depths",
+        "ffn": {"type": "moe", "num_experts": 4},
+        "router": {"type": "relu", "k": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("ffn", OTHER_K.values(), ids=OTHER_K)
+@torch.no_grad()
+def test_another_k_is_used_by_layer_and_counted(ffn: Any) -> None:
+    model = build(ffn=ffn, num_layers=3).eval()
+    before = model(some_ids(2, 8)).logits
+    sizes = model.config.num_params(VOCAB, MAX_LEN)
+    model.set_k({":": 3, "1": 1})
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        output = model(some_ids(2, 8))
+    for name, routing in output.routings.items():
+        if not model.config.router_infos()[name].selects_tokens:
+            k = 1 if layer_number(name) == 1 else 3
+            assert routing.active_N.sum() == k * routing.num_real_tokens, name
+    assert model.config.num_params(VOCAB, MAX_LEN) == sizes
+    if ffn["type"] == "moe":
+        seen, square = (
+            model.config.attention.flops_per_token(16, 8, causal) for causal in (True, False)
+        )
+        told = model.config.flops_per_token(VOCAB, 8) + 3 * (square - seen)
+        assert counter.get_total_flops() == 16 * told
+    model.set_k({":": 2})
+    assert torch.equal(model(some_ids(2, 8)).logits, before)
+
+
+TABLE = {"type": "moe", "router": {"type": "top_k", "token_table": {"vocab_size": 11}}}
+NO_K = "no router of these layers chooses k experts by score, as 'top_k' does (routers: "
+
+
+@pytest.mark.parametrize(
+    ("ffn", "k_at", "message"),
+    [
+        ("moe", {":": 9}, "k_at: layer 0: router.k (9) must not exceed num_experts (8); lower k"),
+        (
+            "moe",
+            {":": 2, "1": 9},
+            "k_at: layer 1: router.k (9) must not exceed num_experts (8); lower k",
+        ),
+        ("moe", {":": 0}, "k_at ':' must be at least 1"),
+        ("moe", {"5": 2}, "k_at '5' names none of the 2 layers (0 to 1)"),
+        ("swiglu", {":": 2}, f"k_at ':': {NO_K}none"),
+        ({"type": "moe", "router": "relu"}, {":": 2}, f"k_at ':': {NO_K}'relu'"),
+        (TABLE, {"0": 2}, f"k_at '0': {NO_K}'top_k'"),
+    ],
+)
+def test_another_k_that_does_not_fit_is_refused(ffn: Any, k_at: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        build(ffn=ffn).set_k(k_at)
+
+
 # -------------------------------------------------------------------------------- the properties
 
 
@@ -129,9 +203,9 @@ def test_right_padding_changes_nothing_for_real_tokens(
     training = training and ffn not in [FFNS[name] for name in DRAWS]
     model = build(ffn=ffn, positions=positions).double().train(training)
     ids = some_ids(2, 6)
-    real = model(ids).logits
+    real = logits_of(model, ids)
     padded = torch.cat([ids, some_ids(2, 4, seed=2)], dim=1)
-    logits = model(padded, torch.arange(10).expand(2, 10) < 6).logits
+    logits = logits_of(model, padded, torch.arange(10).expand(2, 10) < 6)
     torch.testing.assert_close(logits[:, :6], real, rtol=0, atol=1e-12)
 
 

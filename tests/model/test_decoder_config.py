@@ -98,7 +98,17 @@ def test_windows_by_slices(window_at: Any, windows: str) -> None:
 )
 def test_bad_windows_are_rejected(window_at: str, message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
-        DecoderConfig.model_validate({"num_layers": 5, "attention": {"window_at": window_at}})
+        DecoderConfig.model_validate(
+            {"num_layers": 5, "attention": {"window": 3, "window_at": window_at}}
+        )
+
+
+def test_layers_with_a_window_need_its_size() -> None:
+    with pytest.raises(ValidationError) as caught:
+        DecoderConfig.model_validate({"attention": {"window_at": [0, 2]}})
+    assert explain(caught.value) == [
+        "attention: window_at (0,2) needs window, the number of tokens; set window, or leave window_at out"
+    ]
 
 
 def test_options_of_a_layer_are_checked_under_their_path() -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.model.positions import LearnedConfig, PositionsConfig, RotaryConfig, SinusoidalConfig
 
 # The tables are float32 of size one; a sum over a head's few units keeps about six digits.
@@ -74,6 +74,18 @@ def test_scaled_angles_are_those_of_transformers(scaling: dict[str, Any]) -> Non
     torch.testing.assert_close(ours.cos, angles.cos() * magnitude, rtol=0, atol=FLOAT32)
     torch.testing.assert_close(ours.sin, angles.sin() * magnitude, rtol=0, atol=FLOAT32)
     assert ours.score_factor == 1
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_the_earlier_training_was_shorter_by_the_factor(kind: str) -> None:
+    def build(**scaling: Any) -> Decoder:
+        positions = {"type": "rope", "scaling": {"type": kind, "factor": 4.0, **scaling}}
+        return DecoderConfig.model_validate({"d_model": 8, "positions": positions}).build(5, 256)
+
+    by_default, given = build(), build(original_seq_len=64)
+
+    assert by_default.config == given.config, "an export writes the config of the decoder"
+    assert torch.equal(by_default.get_buffer("positions.cos"), given.get_buffer("positions.cos"))
 
 
 def test_sinusoidal_values_by_hand() -> None:

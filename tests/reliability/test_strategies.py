@@ -37,6 +37,7 @@ BLOCKS = {
     "top_k": "{type: moe, num_experts: 4, experts: {type: swiglu, dropout: 0.1}, router: {type: top_k, "
     "jitter: 0.1}}",
     "noisy_top_k": "{type: moe, num_experts: 4, router: noisy_top_k}",
+    "elastic_top_k": "{type: moe, num_experts: 4, router: elastic_top_k}",
     "biased": "{type: moe, num_experts: 4, router: {type: sigmoid_top_k, correction_bias: true}}",
     "relu": "{type: moe, num_experts: 4, router: relu}",
     "expert_choice": "{type: moe, num_experts: 4, router: expert_choice}",

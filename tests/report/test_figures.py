@@ -48,6 +48,8 @@ CURVES = {
     "tokens": ("Tokens read", {"tokens": "train/tokens"}),
     "tokens_per_second": ("Throughput", {"training": "train/tokens_per_second"}),
     "learning_rate": ("Learning rate", {"learning rate": "train/learning_rate"}),
+    "distillation": ("Distillation loss", {"KL(teacher | model)": "train/distillation"}),
+    "coupling": ("Expert-router coupling", {"loss, before its weight": "train/coupling"}),
     "gradient_norm": ("Gradient norm", {"gradient norm": "train/gradient_norm"}),
     "objective": ("Objective", {"objective": "train/objective"}),
     "skipped_steps": ("Skipped steps", {"optimizer steps": "train/skipped_steps"}),
@@ -57,8 +59,8 @@ CURVES = {
 @pytest.mark.parametrize("key", RUN_METRICS)
 def test_a_curve_has_the_rows_of_its_columns(run: Run, key: str) -> None:
     title, columns = CURVES[key]
-    if key == "skipped_steps":
-        with pytest.raises(NotMeasuredError, match="run 'moe' has no train/skipped_steps"):
+    if key in ("skipped_steps", "distillation", "coupling"):
+        with pytest.raises(NotMeasuredError, match=f"run 'moe' has no train/{key}"):
             figures.curve(run, key)
         return
     check_curves(figures.curve(run, key), title, columns, run)

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.metrics.table import PAIRS_ONLY, layer_measures
-from moe_ffn.report.run_summary import constant_measures, moving_measures
+from moe_ffn.metrics.table import PAIRS_ONLY, metrics_per_layer
+from moe_ffn.report.run_summary import changing_metrics, constant_metrics
 from moe_ffn.runs.reader import read_runs
 from tests.helpers.synthetic_run import MEASURES as KEYS_OF_MEASURES
 from tests.helpers.synthetic_run import change, write_metrics, write_run
@@ -61,9 +61,11 @@ def test_every_measure_of_a_run_has_its_plot_or_its_word(folder: Path) -> None:
     run = read_runs([folder])[0]
     keys = {key for layer in run.layers.values() for key in layer if not key.startswith("load/")}
     keys |= {key for layer in run.validated_layers.values() for key in layer if "/" not in key}
-    pairs_only = {metric.key for metric in layer_measures() if metric.requires == PAIRS_ONLY}
-    assert {metric.key for metric in layer_measures()} - pairs_only == keys == set(KEYS_OF_MEASURES)
-    assert len(moving_measures(run)) + len(constant_measures(run)) == len(keys)
+    pairs_only = {metric.key for metric in metrics_per_layer() if metric.requires == PAIRS_ONLY}
+    assert (
+        {metric.key for metric in metrics_per_layer()} - pairs_only == keys == set(KEYS_OF_MEASURES)
+    )
+    assert len(changing_metrics(run)) + len(constant_metrics(run)) == len(keys)
 
 
 def test_units_notes_and_the_place_of_expert_0(page: Written) -> None:
@@ -129,7 +131,7 @@ def test_the_word_of_a_measure_has_its_unit(tmp_path: Path) -> None:
 
     run = read_runs([tmp_path])[0]
 
-    assert constant_measures(run) == " ".join(CONSTANT.split()).split("; ")
+    assert constant_metrics(run) == " ".join(CONSTANT.split()).split("; ")
 
 
 def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def test_entropy_is_that_of_each_token_s_own_scores() -> None:
 def test_tokens_inside_a_mixture_of_depths_stand_where_they_came_from(
     gate: Routing, inner: Routing, at_gate: list[Any], inside: list[Any]
 ) -> None:
-    found = visits_by_layer({"layer_00": gate, "layer_00/inner": inner}, gates=["layer_00"])
+    found = visits_by_layer(
+        {"layer_00": gate, "layer_00/inner": inner}, token_selectors=["layer_00"]
+    )
     outer, within = found["layer_00"], found["layer_00/inner"]
     assert [visit and [choice.weight for choice in visit.choices] for visit in outer] == at_gate
     assert [visit and [choice.expert for choice in visit.choices] for visit in within] == inside

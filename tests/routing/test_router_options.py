@@ -11,8 +11,11 @@ import yaml
 from torch import Tensor
 
 from moe_ffn import ConfigError, TokenContext
+from moe_ffn.balancing.losses import importance_cv2_loss, load_balancing_loss
+from moe_ffn.ffn import MoEConfig
 from moe_ffn.routing import ReLURouterConfig, RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import RouterLinear
+from moe_ffn.routing.capacity import CapacityConfig
 from tests.helpers.identity_router import (
     experts_of,
     identity_router,
@@ -155,6 +158,90 @@ def test_the_network_before_the_projection_is_its_formula(depth: int) -> None:
         router.expert_rows()
     lower = router.bfloat16()
     assert lower(x_TD.bfloat16(), TokenContext()).logits_TE.dtype == torch.float32
+
+
+# -- k that training draws
+
+DRAWN: dict[str, dict[str, Any]] = yaml.safe_load("""
+plain: {}
+renormalized: {renormalize: true, correction_bias: true, renormalize_p: 2.0}
+always: {num_always: 1, renormalize: true, learned_scale: expert, scale: 2.0}
+""")
+
+
+def drawn(**options: Any) -> Any:
+    return RouterConfig.model_validate({"type": "elastic_top_k", "k_max": 4, **options})
+
+
+def plain(k: int, **options: Any) -> Any:
+    """Softmax top-k; a config with k = 1 and renormalised weights would be refused."""
+    return RouterConfig.model_validate({"type": "top_k", "k": 2, **options}).with_k(k)
+
+
+@pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
+def test_a_step_with_a_drawn_k_is_one_of_top_k(options: dict[str, Any]) -> None:
+    """In its pairs, in what its balancing losses are, and in what a capacity drops."""
+    logits_TE = random_logits(40, E, scale=2.0)
+    mask = torch.arange(40) % 5 != 0
+    router: Any = identity_router(drawn(**options), E).train()
+    seen: set[int] = set()
+    for seed in range(12):
+        router.begin_step(torch.Generator().manual_seed(seed))
+        k = int(router.k_of_step)
+        seen.add(k)
+        routing = router(logits_TE, TokenContext(mask=mask))
+        expected = route(plain(k, **options), logits_TE, mask=mask)
+        for got, wanted in zip(real_pairs(routing), real_pairs(expected), strict=True):
+            assert [e for e, _ in got] == [e for e, _ in wanted]
+            assert [w for _, w in got] == pytest.approx([w for _, w in wanted], rel=1e-12)
+        for loss in (load_balancing_loss, importance_cv2_loss):
+            torch.testing.assert_close(loss(routing), loss(expected), rtol=1e-12, atol=0)
+        limited, wanted = (
+            CapacityConfig(factor=1.0).apply_to(r, training=True) for r in (routing, expected)
+        )
+        assert wanted.dropped_N.any()
+        assert torch.equal(limited.dropped_N[routing.selected_N], wanted.dropped_N)
+    assert seen == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
+def test_evaluation_at_any_k_is_top_k_to_the_bit(options: dict[str, Any]) -> None:
+    logits_TE = random_logits(40, E, scale=2.0).float()
+    for k in range(1, 6):
+        config = drawn(k=k, **options)
+        for found in (config, drawn(**options).with_k(k)):
+            routing, expected = route(found, logits_TE), route(plain(k, **options), logits_TE)
+            assert type(routing) is type(expected)
+            assert torch.equal(routing.expert_ids_N, expected.expert_ids_N)
+            assert torch.equal(routing.weights_N, expected.weights_N)
+        assert config.experts_per_token(E) == len(routing.weights_N) / 40
+
+
+def test_k_is_uniform_and_without_a_step_each_pass_draws_one() -> None:
+    router: Any = identity_router(drawn(k_min=2, k_max=5), E).train()
+    generator = torch.Generator().manual_seed(0)
+    counts = dict.fromkeys(range(2, 6), 0)
+    for _ in range(4000):
+        router.begin_step(generator)
+        counts[int(router.k_of_step)] += 1
+    # Four standard deviations of a count: 4 sqrt(4000 / 4 * 3 / 4).
+    assert all(abs(count - 1000) < 110 for count in counts.values())
+
+    router.k_of_step = None
+    torch.manual_seed(0)
+    passes = [router(random_logits(3, E), TokenContext()) for _ in range(40)]
+    assert {int(routing.active_N.sum()) / 3 for routing in passes} == {2, 3, 4, 5}
+
+
+def test_flops_are_those_of_the_mean_in_training_and_of_k_in_evaluation() -> None:
+    def moe(router: Any) -> MoEConfig:
+        return MoEConfig(router=router, experts={"type": "swiglu", "d_ff": 24})  # pyright: ignore[reportArgumentType]
+
+    of_k = {k: moe(plain(k)).flops_per_token(16, 8) for k in (1, 2, 3, 4)}
+    config = moe(drawn(k=2))
+    assert config.flops_per_token(16, 8) == sum(of_k.values()) / 4
+    assert config.num_active_params(16) == moe(plain(2)).num_active_params(16)
+    assert {k: config.with_k(k, 16).flops_per_token(16, 8) for k in of_k} == of_k
 
 
 # -- picks one by one

@@ -134,12 +134,12 @@ def test_a_sequence_longer_than_the_corpus_is_refused(
     run_train: Callable[..., Any], tmp_path: Path
 ) -> None:
     # Only the encoded text has a length, so the cache may exist afterwards; no run does.
-    result = run_train(tmp_path, "--data.seq_len", "100000")
+    result = run_train(tmp_path, "--data.seq_len", "20000")
 
     said = [line for line in result.stderr.splitlines() if not line.startswith(PROGRESS)]
     assert (result.code, result.stdout, len(said)) == (2, "", 1)
     assert re.fullmatch(
-        r"error: data\.seq_len \(100000\) must be shorter than the train split \(\d+ tokens\): lower "
+        r"error: data\.seq_len \(20000\) must be shorter than the train split \(\d+ tokens\): lower "
         r"data\.seq_len, give more text, or change data\.validation_percent",
         said[0],
     )

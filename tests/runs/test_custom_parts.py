@@ -534,7 +534,7 @@ def test_the_parts_of_the_documents_keep_the_contract(
 
 
 def test_nothing_of_this_package_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(custom_parts, "Trial", lambda *_: pytest.fail("was tried"))
+    monkeypatch.setattr(custom_parts, "PartChecks", lambda *_: pytest.fail("was tried"))
     check_custom_parts(TrainConfig(), torch.device("cpu"))
 
 

@@ -167,7 +167,7 @@ def kept(config: TrainConfig, precision: str) -> float:
 def test_planned_activations_are_those_of_a_real_step(
     model: dict[str, Any], precision: str
 ) -> None:
-    config = config_of(model=model)
+    config = config_of(model={**model, "num_layers": 2})
     planned = activations_of(config, num_sequences=4, precision=precision).total
     assert planned == pytest.approx(kept(config, precision), rel=0.05)
 
@@ -374,10 +374,9 @@ def test_the_planned_traffic_is_what_a_hook_counts(tmp_path: Path) -> None:
     # Layout, precision, what is recomputed, and the bytes of a number of a token.
     cases: list[tuple[Layout, str, Any, int]] = [
         (Layout(shard=4), "32-true", False, 0),
-        (Layout(shard=2, expert=2), "32-true", False, 4 * 4),  # there, back, and both gradients
         (Layout(data=2, expert=2), "32-true", "ffn", 6 * 4),
         (Layout(shard=2, expert=2), "32-true", "block", 6 * 4),
-        (Layout(data=2, expert=2), "bf16-mixed", False, 4 * 2),
+        (Layout(data=2, expert=2), "bf16-mixed", False, 4 * 2),  # there, back, and both gradients
     ]
     configs = [
         config_of(

@@ -21,11 +21,17 @@ from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
 from moe_ffn.runs.config import Resume, TrainConfig
+from moe_ffn.runs.folder import saved_config
 from moe_ffn.runs.identity import checkpoint_identity
 from moe_ffn.runs.resume import ResumePoint, first_usable, problem_of_weights, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
-from moe_ffn.training.recovery.checkpoint_file import step_name, write_checkpoint
+from moe_ffn.training.recovery.checkpoint_file import (
+    read_checkpoint,
+    step_name,
+    write_checkpoint,
+)
+from tests.helpers.same_run import require_same
 from tests.helpers.tiny_runs import Finished, run_here
 
 MakeRun = Callable[..., Path]
@@ -124,15 +130,18 @@ def test_a_config_that_was_cut_short_is_refused(make_run: MakeRun) -> None:
     folder = make_run("cut", written=1)
     path = folder / "config.yaml"
     lines = path.read_text().splitlines(keepends=True)
-
     path.write_text("".join(lines[:-1]))
-    with pytest.raises(ConfigError, match=r"config.yaml' lacks sample\.\w+, so it was cut short"):
+
+    lost = r"is from an older version without its facts.json; restore the original file$"
+    with pytest.raises(ConfigError, match=rf"lacks sample\.\w+, so it was cut short or {lost}"):
+        find(str(folder))
+    (folder / "facts.json").write_text(FACTS)
+    with pytest.raises(
+        ConfigError, match=r"config.yaml' lacks sample\.\w+, so it was cut short; r"
+    ):
         find(str(folder))
     path.write_text("")
-    with pytest.raises(
-        ConfigError,
-        match=r"config.yaml' lacks seed and \d+ more, so it was cut short or is from another version; ",
-    ):
+    with pytest.raises(ConfigError, match=r"config.yaml' lacks seed and \d+ more, so it was cut "):
         find(str(folder))
 
 
@@ -189,11 +198,14 @@ class Model(torch.nn.Module):
 MODEL = Model()
 IDENTITY = {
     "seed": 1,
-    "model": {"d_model": 16},
+    "model": {"d_model": 16, "ffn_at": {"0": {"type": "dense"}}},
     "data": {"seq_len": 8, "batch_size": 4, "tokenizer": {"sha256": "a" * 64}},
 }
 CHECKPOINT: dict[str, Any] = {"state_dict": STATE, "identity": IDENTITY}
-OF_WEIGHTS = {"model": {"d_model": 16}, "data": {"seq_len": 8, "tokenizer": {"sha256": "a" * 64}}}
+OF_WEIGHTS = {
+    "model": {"d_model": 16, "ffn_at": {"0": {"type": "dense"}}},
+    "data": {"seq_len": 8, "tokenizer": {"sha256": "a" * 64}},
+}
 
 
 def test_a_good_checkpoint_is_accepted() -> None:
@@ -235,6 +247,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, bool]] = {
         False,
     ),
     "weight": (with_weights(), "lacks the weight 'weight'", False),
+    "a layer's block": (
+        with_identity(model={"d_model": 16, "ffn_at": {}}),
+        "was made with model.ffn_at.0 None, but this run has {'type': 'dense'}",
+        False,
+    ),
 }
 """Name -> checkpoint, the reason why no run is resumed from it, and whether its weights can be used."""
 
@@ -253,6 +270,28 @@ def test_bfloat16_weights_go_into_a_float32_model() -> None:
 
 
 # -- the program
+
+
+def test_options_that_are_newer_than_a_run_take_their_defaults(
+    moe_run: Any, unfinished: Path
+) -> None:
+    config = yaml.safe_load((unfinished / "config.yaml").read_text())
+    facts = json.loads((unfinished / "facts.json").read_text())
+    for options in (config, facts):
+        del options["model"]["attention"]["window_at"]
+    (unfinished / "config.yaml").write_text(to_yaml(config))
+    (unfinished / "facts.json").write_text(json.dumps(facts))
+    path = unfinished / "checkpoints" / "step_00000004.ckpt"
+    checkpoint = read_checkpoint(path)
+    del checkpoint["identity"]["model"]["attention"]["window_at"]
+    write_checkpoint(checkpoint, path)
+    warning = f"'{unfinished}/config.yaml' is older than these options, which take their defaults: "
+
+    done = resume(str(unfinished))
+
+    assert f"{warning}model.attention.window_at :" in done.stderr.splitlines()
+    require_same(moe_run.folder, unfinished)
+    assert saved_config(unfinished).model.attention.window_at == ":"
 
 
 @pytest.fixture

@@ -122,12 +122,13 @@ def sparsity_weight_after_a_step(
     return updater.sparsity_weight.item() / before
 
 
+@pytest.mark.parametrize("rule", [{"type": "quantile", "ema": 0.5}, {"type": "global_quantile"}])
 @pytest.mark.parametrize(("num_batches", "num_ranks"), [(3, 1), (3, 2)])
-def test_quantiles_are_averaged_over_the_batches_of_all_ranks(
-    num_batches: int, num_ranks: int, route_logits: Any
+def test_quantiles_are_those_of_the_batches_of_all_ranks(
+    rule: dict[str, Any], num_batches: int, num_ranks: int, route_logits: Any
 ) -> None:
     # Every batch of every rank observes the same, so the bias is what one batch alone would make it.
-    config = ObjectiveConfig.model_validate({"bias_rule": {"type": "quantile", "ema": 0.5}})
+    config = ObjectiveConfig.model_validate({"bias_rule": rule})
     logits_TE = torch.tensor([[3.0, 1.0], [2.0, 0.0], [1.0, 0.5], [0.0, 0.2]])
     routing = route_logits(logits_TE, k=1)
     expected = torch.zeros(2)

@@ -86,6 +86,10 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**TOP_1, "correction_bias": True},
         {"bias_rule": {"type": "quantile"}},
     ),
+    "global_quantile_rule-sigmoid": (
+        {"type": "sigmoid_top_k", "k": 2},
+        {"bias_rule": {"type": "global_quantile"}},
+    ),
 }
 
 

@@ -111,6 +111,56 @@ def test_checkpointing_and_accumulation_together_change_nothing_under_the_global
     assert difference(whole, parts) < FLOAT32
 
 
+DRAWS_K = {
+    "ffn": {
+        "type": "moe",
+        "num_experts": 4,
+        "router": {"type": "elastic_top_k", "k_max": 4, "renormalize": True},
+    }
+}
+
+
+def test_a_drawn_k_is_that_of_its_step_however_the_batch_is_divided(
+    config_for: Any, gradient_here: Any
+) -> None:
+    rule = "load_balance_global"
+    whole = gradient_here(config_for(rule, model=DRAWS_K))
+    model = {**DRAWS_K, "activation_checkpointing": True}
+    parts = gradient_here(config_for(rule, batch_size=2, batches=4, model=model))
+    assert difference(whole, parts) < FLOAT32
+
+
+class DrawnK(Callback):
+    """Keeps the experts per token of each batch and layer."""
+
+    def __init__(self) -> None:
+        self.of_batches: list[list[float]] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        routings = outputs["routings"].values()
+        self.of_batches.append([(r.active_N.sum() / r.num_tokens).item() for r in routings])
+
+
+def test_k_depends_on_the_seed_the_step_and_the_layer_alone(
+    config_for: Any, run_folder: Path
+) -> None:
+    def drawn(batches: int, seed: int = 0) -> list[list[float]]:
+        watcher, trainer = DrawnK(), {"max_steps": 8}
+        options = {"batch_size": 2, "batches": batches, "model": DRAWS_K, "trainer": trainer}
+        config = config_for("router_z", **options).model_copy(update={"seed": seed})
+        fit(config, run_folder, SINGLE_PROCESS, watcher)
+        return watcher.of_batches
+
+    of_steps = drawn(batches=1)
+    first, second = zip(*of_steps, strict=True)
+    assert first != second
+    assert min(len(set(first)), len(set(second))) > 1
+    assert drawn(batches=3) == [step for step in of_steps for _ in range(3)]
+    assert drawn(batches=1, seed=1) != of_steps
+
+
 class Counts(Callback):
     """Keeps of each batch its global balance loss, and of each layer pairs and summed scores per expert."""
 

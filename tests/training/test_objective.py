@@ -7,9 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.losses import BALANCING_LOSSES, BalancingLoss, BalancingWeights, StepTotals
+from moe_ffn import Decoder, DecoderConfig
+from moe_ffn.balancing.losses import (
+    BALANCING_LOSSES,
+    BalancingLoss,
+    BalancingWeights,
+    StepTotals,
+    coupling_loss,
+    proxy_tokens,
+)
 from moe_ffn.outputs import Routing
-from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
+from moe_ffn.training.objective import (
+    IGNORED_TARGET,
+    CouplingConfig,
+    ObjectiveConfig,
+    add_coupling_gradient,
+    objective,
+)
 
 LOG_3 = 1.0986123
 
@@ -214,3 +228,67 @@ def test_losses_without_a_weight_are_not_computed(make_routing: Any) -> None:
         torch.zeros(1, 1, 3), torch.tensor([[0]]), {"a": make_routing([[0]], 2)}, ObjectiveConfig()
     )
     assert set(found.balancing) == {"load_balance", "router_z"}
+
+
+COUPLED_FFNS: dict[str, dict[str, Any]] = {
+    "gated": {"router": {"type": "top_k", "k": 2}},
+    "mlp": {
+        "router": {"type": "sigmoid_top_k", "bias": True},
+        "experts": {"type": "mlp", "d_ff": 5},
+    },
+    "latent": {
+        "experts": {"type": "latent", "width": 4, "experts": {"type": "normed", "input": {}}}
+    },
+    "zero_computation": {"zero_computation": {"num_copy": 2}},
+}
+
+
+def coupled_decoder(**ffn: Any) -> Decoder:
+    torch.manual_seed(0)
+    mixture = {"type": "moe", "num_experts": 4, **ffn}
+    model = {"d_model": 8, "num_layers": 3, "attention": {"num_heads": 2}, "ffn_at": {"1": "dense"}}
+    return DecoderConfig.model_validate({**model, "ffn": mixture}).build(
+        vocab_size=7, max_seq_len=4
+    )
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("ffn", COUPLED_FFNS.values(), ids=COUPLED_FFNS)
+def test_the_gradient_of_coupling_is_that_of_the_mean_over_layers(
+    ffn: dict[str, Any], noise: bool
+) -> None:
+    decoder = coupled_decoder(**ffn)
+    config = CouplingConfig(weight=0.3, alpha=0.5, noise=noise)
+    generator, losses = torch.Generator().manual_seed(5), list[Tensor]()
+    for layer in (0, 2):
+        mixture: Any = decoder.layers[layer].get_submodule("ffn")
+        rows_ED = mixture.router.projection.weight[:4]
+        proxies_ED = proxy_tokens(rows_ED, generator) if noise else rows_ED
+        inner = mixture.experts.innermost
+        gate_EFD = inner.gate if hasattr(inner, "gate") else inner.up
+        proxies_ED = mixture.experts.before_dispatch(proxies_ED)
+        losses.append(coupling_loss(proxies_ED, gate_EFD, config.alpha))
+    named = dict(decoder.named_parameters())
+    expected = torch.autograd.grad(
+        0.3 * torch.stack(losses).mean(), list(named.values()), allow_unused=True
+    )
+
+    before = torch.ones_like(named["layers.0.ffn.router.projection.weight"])
+    named["layers.0.ffn.router.projection.weight"].grad = before.clone()
+    named["layers.2.ffn.router.projection.weight"].requires_grad_(False)
+    value = add_coupling_gradient(decoder, config, seed=5)
+
+    torch.testing.assert_close(value, torch.stack(losses).mean().detach())
+    coupled = set[str]()
+    for (name, parameter), gradient in zip(named.items(), expected, strict=True):
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+        elif gradient is None or not gradient.any():
+            assert parameter.grad is None or not parameter.grad.any(), name
+        else:
+            coupled.add(name.split(".", 3)[-1])
+            assert parameter.grad is not None
+            added = parameter.grad - before if "router.proj" in name else parameter.grad
+            torch.testing.assert_close(added, gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert {"router.projection.weight"} < coupled
+    assert not any("down" in name or "out_of" in name for name in coupled)

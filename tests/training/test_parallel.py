@@ -20,6 +20,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+import moe_ffn
+from moe_ffn import DecoderConfig
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.parallel.sharding import full_tensor
 from moe_ffn.runs.config import TrainConfig
@@ -55,12 +57,30 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "relu": MOE | {"router": {"type": "relu", "k": 2}},
     "threshold": MOE | {"router": {"type": "expert_threshold", "k": 2}},
     "chain": {"type": "chain_of_experts", "ffn": MOE | {"router": ONE_OF_ALL}},
-    "few": MOE | {"num_experts": 2, "router": {"type": "top_k", "k": 1}},
+    "elastic": MOE | {"router": {"type": "elastic_top_k", "k_max": 4}, "capacity": {"factor": 1.0}},
+    "few": MOE
+    | {
+        "num_experts": 2,
+        "router": {"type": "top_k", "k": 1},
+        "experts": {"type": "fake_quantized"},
+    },
+    "kimi": MOE
+    | {
+        "router": "sigmoid_top_k",
+        "experts": {"type": "latent", "width": 16, "experts": {"type": "normed", "output": {}}},
+        "shared_expert": "swiglu",
+    },
 }
 """A layer of each kind; `few` has fewer experts than some layouts have ranks, `chain` has two rounds."""
 
-MODELS = ["capacity sigmoid shared nested", "few threshold chain"]
+MODEL = "capacity sigmoid shared nested few threshold chain elastic"
 """Blocks of the layers; `dropless` and `relu` differ from some of them in nothing that a rank does."""
+
+# Unlike signs, quantiles show how many batches and ranks their sum is divided by.
+OBJECTIVE: dict[str, Any] = {"load_balance_global": 0.1, "bias_rule": "quantile"}
+COUPLED = "kimi sigmoid"
+OF_COUPLED: dict[str, Any] = {"bias_rule": "global_quantile", "coupling": {"alpha": 0.5}}
+"""Blocks of a model with an objective of its own: a histogram of all ranks, and a loss of weights."""
 
 # Sums of some hundred float32 products, added up in another order.
 FLOAT32 = 1e-5
@@ -76,14 +96,17 @@ def step_of(
     num_parts: int,
     optimizer: dict[str, Any] = SGD,
     device: str = "cpu",
+    teacher: str | None = None,
 ) -> TrainConfig:
     """One step on so many small batches, by so many ranks at a time, of layers with these blocks."""
     ffn, *others = [BLOCKS[block] for block in blocks.split()]
     ffn_at = {str(layer): other for layer, other in enumerate(others, start=1)}
     return make_config(
         model={"num_layers": 1 + max(1, len(others)), "ffn": ffn, "ffn_at": ffn_at},
-        # Unlike signs, quantiles show how many batches and ranks their sum is divided by.
-        objective={"load_balance_global": 0.1, "bias_rule": {"type": "quantile"}},
+        objective={
+            **(OF_COUPLED if blocks == COUPLED else OBJECTIVE),
+            "distill": teacher and {"teacher": teacher},
+        },
         data={"batch_size": BATCH * num_ranks},
         optimizer=optimizer,
         trainer={
@@ -112,9 +135,11 @@ def require_the_step_of_one_process(
     """No tensor of a rank differs by more than the rounding of float32, relative to its largest number."""
     layout = LAYOUTS[name]
     num_parts = accumulated * layout.num_ranks
+    teacher = str(folder / "teacher")
+    moe_ffn.save_pretrained(DecoderConfig(d_model=8, num_layers=1).build(257, 16), teacher)
 
     def step(blocks: str, num_ranks: int) -> TrainConfig:
-        return step_of(make_config, blocks, num_ranks, num_parts, device=device)
+        return step_of(make_config, blocks, num_ranks, num_parts, device=device, teacher=teacher)
 
     given = {blocks: step(blocks, layout.num_ranks) for blocks in models}, layout, folder
     of_ranks = on_ranks(layout.num_ranks, folder, steps_on_a_rank, *given, device=device)
@@ -132,7 +157,8 @@ def require_the_step_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("name", "models"), [("DDP 2", ["capacity sigmoid threshold"]), ("EP 2 x FSDP 2", MODELS)]
+    ("name", "models"),
+    [("DDP 2", ["capacity sigmoid threshold elastic"]), ("EP 2 x FSDP 2", [MODEL, COUPLED])],
 )
 def test_ranks_take_the_step_of_one_process(
     name: str, models: list[str], make_config: MakeConfig, tmp_path: Path
@@ -191,9 +217,8 @@ def test_every_layout_takes_the_step_of_one_process(
     there, needed = torch.cuda.device_count(), LAYOUTS[name].num_ranks
     if device == "cuda" and there < needed:
         pytest.skip(f"a rank has a GPU of its own: {name} needs {needed}, this machine has {there}")
-    models = [*MODELS, "dropless relu"]
-    if name == "EP 4":
-        models[1] = models[1].removeprefix("few ")
+    model = MODEL.replace("few ", "") if name == "EP 4" else MODEL
+    models = [model, "dropless relu", COUPLED]
     require_the_step_of_one_process(make_config, tmp_path, name, accumulated, models, device)
 
 

@@ -44,6 +44,7 @@ def audit(
     *,
     accumulation: int = 1,
     objective: ObjectiveConfig | None = None,
+    num_steps: int | None = None,
 ) -> AuditReport:
     """Check a mixture of experts for silent defects.
 
@@ -56,6 +57,8 @@ def audit(
         optimizer: the optimizer that will train the model; None if the model is only to be used.
         accumulation: batches per optimizer step.
         objective: balancing of a run of ours; None for other training loops.
+        num_steps: optimizer steps that the model was trained for. Balance is not judged before step 50, as
+            by the alarms of a run. None: unknown, so it is judged.
 
     Raises:
         ConfigError: the model has no sparse layer, or the batch is no batch of token ids.
@@ -83,7 +86,7 @@ def audit(
             for layer in probe.reached:
                 findings += check_precision(layer, recorded[layer.name])
                 findings += check_kernels(layer, recorded[layer.name])
-        findings += [*check_behaviour(probe), *check_order(probe)]
+        findings += [*check_behaviour(probe, num_steps), *check_order(probe)]
     return AuditReport(
         type(probe.base).__name__,
         facts(probe),

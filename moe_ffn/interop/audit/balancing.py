@@ -64,7 +64,7 @@ def _without_a_loss(probe: Probe) -> tuple[str, str]:
     if any("correction_bias" in name for name in probe.model.state_dict()):
         return (
             "routers have a correction bias, which no forward pass changes",
-            "update it after each step (moe_ffn.balancing.bias_rules): transformers does not",
+            "update it after each step (moe_ffn.balancing): transformers does not",
         )
     return (
         "the model has neither a balancing loss nor a correction bias",
@@ -126,7 +126,7 @@ def _value(probe: Probe, value: float, expected: float) -> Finding:
     return BALANCING.requires(
         math.isclose(value, expected, rel_tol=_tolerance(probe)),
         f"aux_loss is {value:.4f}, {ratio:.3g} times the expected {expected:.4f}",
-        "compare with k times moe_ffn.balancing.losses.pooled_load_balancing_loss, which is 1 at balance",
+        "compare with k times moe_ffn.balancing.pooled_load_balancing_loss, which is 1 at balance",
     )
 
 

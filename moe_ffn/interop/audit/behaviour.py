@@ -48,8 +48,12 @@ WORSE_THAN_GUESSING = 1.1
 """Cross-entropy as a multiple of ln(V), which a uniform guess has, above which a model is broken."""
 
 
-def check_behaviour(probe: Probe) -> Iterator[Finding]:
-    """Run the model in evaluation: once as it is, once with other tokens at the end, and by sequence."""
+def check_behaviour(probe: Probe, num_steps: int | None) -> Iterator[Finding]:
+    """Run the model in evaluation: once as it is, once with other tokens at the end, and by sequence.
+
+    Args:
+        num_steps: optimizer steps of its training; None: unknown.
+    """
     with mode(probe.model, training=False), torch.no_grad():
         passed = probe.run(labels=None)
         if not passed.logits_BSV.isfinite().all():
@@ -60,7 +64,7 @@ def check_behaviour(probe: Probe) -> Iterator[Finding]:
         yield from _declared_routing(probe, passed)
         yield from _causality(probe, passed)
         yield from _determinism(probe, passed)
-        yield from _health(probe, passed)
+        yield from _health(probe, passed, num_steps)
 
 
 def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
@@ -233,7 +237,7 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
 # -- health
 
 
-def _health(probe: Probe, passed: Outputs) -> Iterator[Finding]:
+def _health(probe: Probe, passed: Outputs, num_steps: int | None) -> Iterator[Finding]:
     loss = probe.cross_entropy(passed.logits_BSV).item()
     guess = math.log(passed.logits_BSV.shape[-1])
     sentence = f"cross-entropy {loss:.3f} nats per token; a uniform guess has {guess:.3f}"
@@ -245,11 +249,17 @@ def _health(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     )
     if probe.unwatched:
         yield HEALTH.skips(probe.unwatched)
+    is_early = num_steps is not None and num_steps < AlarmsConfig().after_steps
+    if is_early:
+        yield HEALTH.skips(
+            f"collapse, dropped pairs and idle experts need {AlarmsConfig().after_steps} steps of training, "
+            f"this model has {num_steps}"
+        )
     for name, routing in passed.routings.items():
-        yield from _health_of(HEALTH.at(name), routing)
+        yield from _health_of(HEALTH.at(name), routing, is_early=is_early)
 
 
-def _health_of(check: Check, routing: Routing) -> Iterator[Finding]:
+def _health_of(check: Check, routing: Routing, *, is_early: bool) -> Iterator[Finding]:
     limits = AlarmsConfig()
     problems: list[Finding] = []
     if broken := int(nonfinite_tokens(routing)):
@@ -261,11 +271,11 @@ def _health_of(check: Check, routing: Routing) -> Iterator[Finding]:
     limit = limits.max_violation(num_experts, total / max(int(routing.num_real_tokens), 1))
     is_enough = total >= MIN_PAIRS_PER_EXPERT * num_experts
     idle = int((counts_E == 0).sum())
-    if violation > limit and is_enough:
+    if violation > limit and is_enough and not is_early:
         share = f"expert {int(counts_E.argmax())} takes {counts_E.max() / total:.0%} of the pairs"
         sentence = f"{share}, MaxVio {violation:.2f} (limit {limit:.2f})"
         problems.append(check.fails(sentence, "the router has collapsed: raise the balancing loss"))
-    if idle and is_enough:
+    if idle and is_enough and not is_early:
         sentence = f"{idle} of {num_experts} experts had none of {int(total):,} pairs"
         advice = (
             "give a longer or more varied text; if they stay idle, balance better or prune them"
@@ -275,11 +285,11 @@ def _health_of(check: Check, routing: Routing) -> Iterator[Finding]:
         sentence = f"a router logit of {largest:.3g} (limit {limits.router_logit:g})"
         problems.append(check.warns(sentence, "add a router z-loss"))
     dropped = (routing.dropped_N & routing.active_N).sum().item() / max(total, 1)
-    if dropped > limits.dropped_fraction:
+    if dropped > limits.dropped_fraction and not is_early:
         sentence = f"{dropped:.0%} of the pairs are dropped"
         problems.append(check.warns(sentence, "raise the capacity factor"))
     yield from problems
-    if total and not problems:
+    if total and not problems and not is_early:
         entropy = load_entropy(counts_E).item()
         sentence = f"MaxVio {violation:.2f}, entropy of the load {entropy:.3f}, {idle} idle experts"
         if not is_enough:

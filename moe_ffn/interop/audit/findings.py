@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from moe_ffn import html_repr
+from moe_ffn import notebook_cards
 
 Verdict = Literal["pass", "warn", "fail", "skip"]
 
@@ -172,13 +172,15 @@ class AuditReport:
 
     def _repr_html_(self) -> str:
         notes = [
-            html_repr.note(f"{row.verdict}, {row.check}, {row.place}: {row.sentence}; {row.advice}")
+            notebook_cards.note(
+                f"{row.verdict}, {row.check}, {row.place}: {row.sentence}; {row.advice}"
+            )
             for row in self.rows()
             if row.verdict in ("fail", "warn")
         ]
         title = f"{self.model}: {self.summary}"
-        rest = html_repr.folded("all checks", str(self))
-        return html_repr.card(title, dict(self.facts), *notes, rest)
+        rest = notebook_cards.folded("all checks", str(self))
+        return notebook_cards.card(title, dict(self.facts), *notes, rest)
 
 
 def places(found: Iterable[object]) -> str:

@@ -88,14 +88,14 @@ class SparseLayer:
         return sum(weight.parameter.numel() for weight in self.weights)
 
 
-def of_one_process(model: Any) -> nn.Module:
+def without_parallel_wrappers(model: Any) -> nn.Module:
     """Return the model inside DistributedDataParallel, DataParallel and `torch.compile`."""
     if type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
-        return of_one_process(model.module)
-    return of_one_process(model._orig_mod) if hasattr(model, "_orig_mod") else model
+        return without_parallel_wrappers(model.module)
+    return without_parallel_wrappers(model._orig_mod) if hasattr(model, "_orig_mod") else model
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def without_peft(model: nn.Module) -> nn.Module:
     """Return the model inside peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
 
@@ -126,7 +126,7 @@ def sparse_layers(model: nn.Module) -> list[SparseLayer]:
     ]
     if not layers:
         raise ConfigError(
-            f"{type(unwrapped(model)).__name__} has no sparse layer: none of our blocks, and no module of "
+            f"{type(without_peft(model)).__name__} has no sparse layer: none of our blocks, and no module of "
             "experts; audit a mixture of experts"
         )
     return layers

@@ -41,7 +41,7 @@ MAX_FLIPS = 0.01
 
 
 @dataclass
-class Recorded:
+class RecordedCalls:
     """Calls of the routers and experts of a layer in one forward pass."""
 
     routers: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]] = field(
@@ -51,17 +51,17 @@ class Recorded:
     experts: list[tuple[nn.Module, tuple[Any, ...]]] = field(default_factory=list)
 
 
-def record(probe: Probe) -> dict[str, Recorded]:
+def record(probe: Probe) -> dict[str, RecordedCalls]:
     """Run the model once in evaluation, and record the inputs of its routers and experts."""
-    recorded = {layer.name: Recorded() for layer in probe.reached}
+    recorded = {layer.name: RecordedCalls() for layer in probe.reached}
 
     def after_router(
-        calls: Recorded, module: nn.Module, args: Any, kwargs: Any, output: Any
+        calls: RecordedCalls, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         if isinstance(output, tuple | Routing):
             calls.routers.append((module, args, kwargs, output))
 
-    def before_experts(calls: Recorded, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_experts(calls: RecordedCalls, module: nn.Module, args: Any, kwargs: Any) -> None:
         calls.experts.append((module, (*args, *kwargs.values())))
 
     with mode(probe.model, training=False), torch.no_grad(), ExitStack() as hooks:
@@ -81,7 +81,7 @@ def record(probe: Probe) -> dict[str, Recorded]:
 # -- routers
 
 
-def check_precision(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
+def check_precision(layer: SparseLayer, calls: RecordedCalls) -> Iterator[Finding]:
     """Compare the experts that a router chooses with those that it chooses in other precisions."""
     for router, args, kwargs, output in calls.routers:
         chosen = _chosen(output)
@@ -168,7 +168,7 @@ def _tied(output: Any) -> float:
 # -- kernels
 
 
-def check_kernels(layer: SparseLayer, calls: Recorded) -> Iterator[Finding]:
+def check_kernels(layer: SparseLayer, calls: RecordedCalls) -> Iterator[Finding]:
     """Compare the experts' output and gradients with a loop over experts in float64."""
     if layer.kind == "listed":
         yield KERNELS.at(layer.name).skips("experts in a list are computed by their own modules")

@@ -16,7 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.interop.audit.layers import SparseLayer, of_one_process, sparse_layers, unwrapped
+from moe_ffn.interop.audit.layers import (
+    SparseLayer,
+    sparse_layers,
+    without_parallel_wrappers,
+    without_peft,
+)
 from moe_ffn.interop.routings import watch
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing, dtype_name
@@ -41,7 +46,7 @@ class Probe:
     """The model under audit with a batch: it runs one on the other, and finds the sparse layers."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        self.model = model = of_one_process(model)
+        self.model = model = without_parallel_wrappers(model)
         config: Any = getattr(self.base, "config", None)
         self.has_encoder = bool(getattr(config, "is_encoder_decoder", False))
         """True for an encoder with a decoder; ids, mask and labels are then those of the decoder."""
@@ -59,7 +64,7 @@ class Probe:
 
     @property
     def base(self) -> nn.Module:
-        return unwrapped(self.model)
+        return without_peft(self.model)
 
     @property
     def config(self) -> Any:

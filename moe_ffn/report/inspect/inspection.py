@@ -33,7 +33,7 @@ TOP_K = 10
 
 
 @dataclass(frozen=True, eq=False)
-class Router:
+class InspectedRouter:
     """One router and the experts it chooses from, on a text."""
 
     assignment: Assignment
@@ -58,7 +58,7 @@ class Inspection:
     """Layer -> type of its block."""
     units: tuple[LayerUnits, ...]
     """Units of each layer whose hidden units see single tokens."""
-    routers: Mapping[str, Router]
+    routers: Mapping[str, InspectedRouter]
     attributes: tuple[Attribute, ...]
 
     def __repr__(self) -> str:
@@ -108,11 +108,11 @@ def inspect_model(
     networks, assignments = observe(decoder, text, shown)
     attributes = tuple(experts.attributes(text))
     infos = decoder.config.router_infos()
-    routers: dict[str, Router] = {}
+    routers: dict[str, InspectedRouter] = {}
     for name, assignment in assignments.items():
         reached = assignment.reached_T
         first = assignment.first_T[reached]
-        routers[name] = Router(
+        routers[name] = InspectedRouter(
             assignment,
             selects_tokens=name in infos and infos[name].selects_tokens,
             agreement={a.name: experts.agreement(first, a.labels_T[reached]) for a in attributes},

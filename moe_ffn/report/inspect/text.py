@@ -19,10 +19,9 @@ import numpy as np
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.files import reason
 from moe_ffn.report.trace import visible
 from moe_ffn.runs.reader import Run
-from moe_ffn.runs.texts import prepare_data
+from moe_ffn.runs.texts import prepare_data, read_text
 
 BYTE_CLASSES = ("letter", "digit", "space", "newline", "punctuation", "non-ASCII", "end")
 SYNTAX_CLASSES = (
@@ -113,19 +112,6 @@ def text_of_run(run: Run, num_tokens: int) -> TokenizedText:
         names=names,
         no_syntax="" if is_python else "the corpus is not known to be Python source",
     )
-
-
-def read_text(path: Path, limit: int | None = None) -> bytes:
-    """Return the bytes of a text file, at most `limit`.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return file.read(-1 if limit is None else limit)
-    except OSError as error:
-        raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
 
 
 def text_of_file(run: Run, path: Path, num_tokens: int) -> TokenizedText:

@@ -187,6 +187,7 @@ class StepLogger(Checkpointed, Callback):
             "train/skipped_steps": self._window.num_skipped,
             "train/learning_rate": self._learning_rate,
             "train/gradient_norm": float(module.gradient_norm),
+            **({} if module.coupling is None else {"train/coupling": float(module.coupling)}),
             **routing_row(self.last_routing),
         }
 
@@ -231,7 +232,7 @@ class _LossWindow(Checkpointed):
     def add(self, outputs: TrainStepOutput, tokens: int) -> None:
         losses = outputs["objective"]
         self.batch_losses.append(
-            {"loss": losses.cross_entropy, "objective": losses.total, **losses.balancing}
+            {"loss": losses.cross_entropy, "objective": losses.total, **losses.other_terms}
         )
         self.tokens += tokens
 

@@ -139,7 +139,7 @@ def find_nan_source(
     for forward in batches:
         losses, name = _forward_and_source(model, forward)
         if name is None and not _is_finite(losses.total):
-            terms = {"cross_entropy": losses.cross_entropy, **losses.balancing}
+            terms = {"cross_entropy": losses.cross_entropy, **losses.other_terms}
             name = f"the objective's {nonfinite_name(terms) or 'total'}"
         if source := first_not_none(name):
             return source

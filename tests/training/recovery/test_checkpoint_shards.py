@@ -45,7 +45,7 @@ def write_on_a_rank(rank: int, layout: Layout, path: Path) -> dict[str, Tensor]:
     torch.manual_seed(0)
     decoder = MODEL.build(vocab_size=33, max_seq_len=8)
     parallelize(decoder, layout)
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.1, fused=True)  # one operator
     ids_BS = torch.arange(16).view(2, 8)
     decoder(ids_BS).logits.square().mean().backward()
     optimizer.step()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ffn
-from moe_ffn import FFNConfig, Routing, build_ffn, html_repr
+from moe_ffn import FFNConfig, Routing, build_ffn, notebook_cards
 
 D_MODEL = 16
 SQUARE = re.compile(r"M(\d+) (\d+)h9v9h-9z")
@@ -172,13 +172,13 @@ def test_a_run_with_little_in_it_is_shown_escaped(moe_run: Any, tmp_path: Path) 
 
 def test_deep_models_with_many_experts_stay_small() -> None:
     loads = {f"layer {number}": [1 / 256] * 255 + [0.0] for number in range(96)}
-    text = text_of(html_repr.load_table(loads))
+    text = text_of(notebook_cards.load_table(loads))
     assert text.startswith("layer 0 1.0 1.0 ")
     assert " 0.0 layer 95 1.0 " in text
     assert "sorted by load" in text
 
 
 def test_a_curve_leaves_out_what_is_not_finite() -> None:
-    text = text_of(html_repr.curve([3.0, float("nan"), float("inf"), 1.0], "loss"))
+    text = text_of(notebook_cards.curve([3.0, float("nan"), float("inf"), 1.0], "loss"))
     assert text == "loss: 3.000 to 1.000"
-    assert html_repr.curve([float("nan")], "loss") == ""
+    assert notebook_cards.curve([float("nan")], "loss") == ""

@@ -26,7 +26,7 @@ from moe_ffn.weights.pretrained import (
 
 
 @dataclass(frozen=True)
-class RoutedText:
+class RoutedPrompt:
     """Routing decisions of a model for a text."""
 
     tokens: Sequence[bytes]
@@ -38,7 +38,7 @@ class RoutedText:
     """Most probable next token after each token, and its probability."""
 
 
-def route_text(folder: Path, text: bytes) -> RoutedText:
+def route_text(folder: Path, text: bytes) -> RoutedPrompt:
     """Run the model in a folder of transformers on a text, as one sequence.
 
     Only config.json, safetensors and tokenizer.json are read, and no code of the folder runs.
@@ -59,12 +59,7 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
         raise ConfigError(
             f"--text: has {len(ids)} tokens, but '{folder}' accepts 1 to {max_length}; give another text"
         )
-    vocab_size = model.get_input_embeddings().num_embeddings
-    if max(ids) >= vocab_size:
-        raise ConfigError(
-            f"'{folder / TOKENIZER_FILE}' does not fit this model: it produced token id {max(ids)}, but "
-            f"the vocabulary has {vocab_size} tokens; copy the tokenizer of this model"
-        )
+    require_known_ids(ids, model.get_input_embeddings().num_embeddings, folder)
 
     def token_bytes(token_id: int) -> bytes:
         token = tokenizer.convert_ids_to_tokens(token_id)
@@ -76,7 +71,7 @@ def route_text(folder: Path, text: bytes) -> RoutedText:
     with watch(model) as passes, torch.no_grad():
         logits_BSV: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits
     probabilities, best_ids = logits_BSV[0].float().softmax(dim=-1).max(dim=-1)
-    return RoutedText(
+    return RoutedPrompt(
         tokens=list(map(token_bytes, ids)),
         routings=passes[0],
         num_layers=model.config.get_text_config().num_hidden_layers,
@@ -100,6 +95,15 @@ def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:
         raise ConfigError(
             "--text: is not UTF-8, which the tokenizers of transformers need"
         ) from error
+
+
+def require_known_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None:
+    """Raise ConfigError if the tokenizer in `folder` produced an id that the model does not have."""
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            f"'{folder / TOKENIZER_FILE}' does not fit this model: it produced token id {max(ids)}, but "
+            f"the vocabulary has {vocab_size} tokens; copy the tokenizer of this model"
+        )
 
 
 def load_hf_model(folder: Path, **options: Any) -> Any:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn.kernels.native import routing
+from moe_ffn.kernels import routing
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.kernels.native.routing import MAX_K, sort_by_expert, top_k
+from moe_ffn.kernels.routing import MAX_K, sort_by_expert, top_k
 from moe_ffn.routing.base import RouterLinear
 
 pytestmark = pytest.mark.skipif(

@@ -1,0 +1,258 @@
+"""Experts whose matrices are rounded to a low precision in every forward pass (fake quantisation).
+
+E experts, O output width, I input width, T tokens, D model width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.experts.base import Experts
+from moe_ffn.experts.matrices import MatrixExperts, MatrixExpertsConfig
+from moe_ffn.experts.wrappers import ExpertsWrapper, ExpertsWrapperConfig
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.outputs import Plan
+
+# -- formats
+
+
+def round_to_e2m1_(x: Tensor) -> Tensor:
+    """Round to the values of FP4 E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), ties to even."""
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return x.div_(step).round_().mul_(step).clamp_(-6, 6)
+
+
+def round_to_e4m3_(x: Tensor) -> Tensor:
+    """Round to the values of FP8 E4M3 without infinities, ties to even; larger numbers become 448."""
+    return x.copy_(x.clamp_(-448, 448).to(torch.float8_e4m3fn))
+
+
+def round_to_int_(bits: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that rounds to signed integers of so many bits, ties to even."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    return lambda x: x.round_().clamp_(low, high)
+
+
+Scales = tuple[Tensor, Tensor | None]
+"""Scale of each block, (..., blocks, 1), and a scale of each matrix that multiplies it, (..., 1, 1, 1)."""
+
+
+def power_of_two_scales(largest_exponent: int) -> Callable[[Tensor], Scales]:
+    """Return the rule of OCP MX 1.0, section 6.3: 2^(floor(log2 of the largest size) - largest_exponent).
+
+    Args:
+        largest_exponent: exponent of the largest power of two among the values of an element.
+    """
+
+    def scales(largest: Tensor) -> Scales:
+        exponent = torch.frexp(largest).exponent - 1 - largest_exponent
+        exponent = exponent.where(largest > 0, -127).clamp(-127, 127)
+        return torch.ldexp(torch.ones_like(largest), exponent), None
+
+    return scales
+
+
+def linear_scales(largest_element: float) -> Callable[[Tensor], Scales]:
+    """Return the rule that maps the largest number of a block to `largest_element`."""
+    smallest = torch.finfo(torch.float32).tiny
+    return lambda largest: ((largest / largest_element).clamp(min=smallest), None)
+
+
+def two_level_scales(largest: Tensor) -> Scales:
+    """Return the scales of NVFP4: an E4M3 number for each block, times a float32 number for each matrix."""
+    whole = largest.amax(dim=(-3, -2), keepdim=True) / (448 * 6)
+    whole = whole.where(whole > 0, 1.0)
+    smallest = torch.finfo(torch.float8_e4m3fn).tiny
+    return round_to_e4m3_((largest / 6 / whole).clamp(min=smallest)), whole
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """Format of a matrix: low-precision elements, and a scale for each block of a row."""
+
+    round_: Callable[[Tensor], Tensor]
+    """Function that rounds scaled numbers to elements, in place."""
+    scales: Callable[[Tensor], Scales]
+    """Function that returns the scales from the largest size in each block, (..., rows, blocks, 1)."""
+    block: int | None
+    """Elements of a row that share a scale; None for the whole row."""
+
+
+Format = Literal["mxfp4", "mxfp8", "nvfp4", "int4", "int8", "fp8"]
+
+FORMATS: dict[Format, LowPrecision] = {
+    "mxfp4": LowPrecision(round_to_e2m1_, power_of_two_scales(2), 32),
+    "mxfp8": LowPrecision(round_to_e4m3_, power_of_two_scales(8), 32),
+    "nvfp4": LowPrecision(round_to_e2m1_, two_level_scales, 16),
+    "int4": LowPrecision(round_to_int_(4), linear_scales(7.5), 32),
+    "int8": LowPrecision(round_to_int_(8), linear_scales(127.5), 32),
+    "fp8": LowPrecision(round_to_e4m3_, linear_scales(448), None),
+}
+"""Formats by name. MX: OCP Microscaling Formats 1.0; NVFP4: arXiv:2509.25149; integers by group and FP8 by
+row: symmetric, as in compressed-tensors."""
+
+
+def quantize(weight: Tensor, name: Format) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the elements of a matrix or of stacked matrices, in blocks, and their scales, in float32.
+
+    Args:
+        weight: (..., O, I); I is a multiple of the format's block.
+
+    Returns:
+        elements (..., O, blocks, block), scales of blocks (..., O, blocks, 1), and scales of matrices
+        (..., 1, 1, 1), which only NVFP4 has. Their product is the rounded weight.
+    """
+    low = FORMATS[name]
+    blocks = weight.float().unflatten(-1, (-1, low.block or weight.shape[-1]))
+    scales, whole = low.scales(blocks.abs().amax(-1, keepdim=True))
+    # Multiplied by a reciprocal, as the NVFP4 kernels do; dividing would round otherwise.
+    scaled = blocks / scales if whole is None else blocks * ((1 / whole) / scales)
+    return low.round_(scaled), scales, whole
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounding whose gradient is that of the identity (Bengio et al. 2013, arXiv:1308.3432)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: Format) -> Tensor:
+        elements, scales, whole = quantize(x, name)
+        rounded = elements.mul_(scales if whole is None else scales * whole)
+        return rounded.flatten(-2).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def fake_quantize(x: Tensor, name: Format) -> Tensor:
+    """Return `x` rounded to a format, with its shape and dtype; the gradient passes unchanged.
+
+    Args:
+        x: (..., rows, width); width is a multiple of the format's block.
+    """
+    return _StraightThrough.apply(x, name)
+
+
+def pack(weight_OI: Tensor, name: Format) -> dict[str, Tensor]:
+    """Return the tensors that store a rounded matrix, under the names of compressed-tensors.
+
+    `weight_packed` holds two FP4 numbers in a byte, or eight INT4 numbers in an int32, the first in the low
+    bits; other formats store `weight`. `weight_scale` is a biased exponent for MX, E4M3 for NVFP4, and
+    float32 otherwise. NVFP4 adds `weight_global_scale`, the reciprocal of the scale of the matrix.
+    """
+    elements, scales, whole = quantize(weight_OI, name)
+    elements_OI, scale = elements.flatten(-2), scales.squeeze(-1)
+    packed: dict[str, Tensor] = {}
+    if name in ("mxfp4", "nvfp4"):
+        size = elements_OI.abs()
+        index = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
+        code = index.to(torch.uint8) | (elements_OI.signbit().to(torch.uint8) << 3)
+        packed["weight_packed"] = code[..., ::2] | (code[..., 1::2] << 4)
+    elif name == "int4":
+        nibbles = (elements_OI.to(torch.int64) + 8).unflatten(-1, (-1, 8))
+        words = (nibbles << torch.arange(0, 32, 4)).sum(-1)
+        packed["weight_packed"] = words.to(torch.int32)
+        packed["weight_shape"] = torch.tensor(weight_OI.shape)
+    else:
+        packed["weight"] = elements_OI.to(torch.int8 if name == "int8" else torch.float8_e4m3fn)
+    if name in ("mxfp4", "mxfp8"):
+        scale = (torch.frexp(scale).exponent - 1 + 127).to(torch.uint8)
+    packed["weight_scale"] = scale.to(torch.float8_e4m3fn) if name == "nvfp4" else scale
+    if whole is not None:
+        packed["weight_global_scale"] = 1 / whole.flatten()
+    return packed
+
+
+# -- experts
+
+
+class FakeQuantizedExpertsConfig(ExpertsWrapperConfig, frozen=True):
+    """Experts that compute with rounded matrices, in training and evaluation; gradients pass unrounded.
+
+    Parameters, gradients and the optimizer keep full precision. Router, norms and shared expert are left out,
+    and so are biases.
+    """
+
+    type: Literal["fake_quantized"] = "fake_quantized"
+    format: Format | None = "fp8"
+    """Format of the matrices; null: not rounded, to begin with full precision and change it later."""
+    inputs: Format | None = None
+    """Format of the tokens that the experts read; null: not rounded."""
+
+    @model_validator(mode="after")
+    def _require_matrices(self) -> FakeQuantizedExpertsConfig:
+        if not isinstance(self.innermost, MatrixExpertsConfig):
+            raise ValueError(
+                f"type 'fake_quantized' rounds matrices, but experts of type '{self.innermost.type}' have "
+                "none; use mlp or swiglu"
+            )
+        return self
+
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
+        experts = self.experts.build(d_model, num_experts, experts_per_token)
+        if self.format is not None:
+            for name, matrix_EOI in _matrices(experts):
+                _require_blocks("format", self.format, matrix_EOI.shape[-1], f"a row of '{name}'")
+        if self.inputs is not None:
+            _require_blocks("inputs", self.inputs, d_model, "a token (d_model)")
+        return FakeQuantizedExperts(self, experts)
+
+
+def _matrices(experts: Experts) -> list[tuple[str, Tensor]]:
+    """Return (name, stacked matrices) of experts, without biases and the weights of wrappers."""
+    return [(name, value) for name, value in experts.named_parameters() if value.ndim == 3]
+
+
+def _require_blocks(option: str, name: Format, width: int, of: str) -> None:
+    block = FORMATS[name].block
+    if block and width % block:
+        below = width // block * block
+        fits = f"{below} or {below + block}" if below else f"{block}"
+        raise ConfigError(
+            f"experts.{option} ({name}) scales blocks of {block} numbers, but {of} has {width}; make it "
+            f"{fits} (experts.d_ff, model.d_model), or use fp8, which scales whole rows"
+        )
+
+
+class FakeQuantizedExperts(ExpertsWrapper):
+    """Experts that compute with rounded matrices."""
+
+    def __init__(self, config: FakeQuantizedExpertsConfig, experts: Experts) -> None:
+        super().__init__(experts)
+        self.format: Format | None = config.format
+        self.inputs: Format | None = config.inputs
+        if config.format is not None:
+            # Not in `forward`, where the matrices of a model that is divided over ranks are not gathered yet.
+            cast("MatrixExperts", self.innermost).before_products = RoundMatrices(config.format)
+
+    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
+        if self.inputs is not None:
+            x_TD = fake_quantize(x_TD.unsqueeze(-2), self.inputs).squeeze(-2)
+        return self.experts(x_TD, plan)
+
+    def rounded(self) -> dict[str, Tensor]:
+        """Return the matrices as they compute, by their names in `experts`."""
+        if self.format is None:
+            return {}
+        return {name: fake_quantize(m, self.format) for name, m in _matrices(self.experts)}
+
+
+@dataclass(frozen=True)
+class RoundMatrices:
+    """Function of the weights of experts that rounds their matrices."""
+
+    format: Format
+
+    def __call__(self, weights: ExpertWeights) -> ExpertWeights:
+        up_EHD = fake_quantize(weights.up_EHD, self.format)
+        return replace(
+            weights, up_EHD=up_EHD, down_EDF=fake_quantize(weights.down_EDF, self.format)
+        )

@@ -1,0 +1,265 @@
+"""Matrices of experts are rounded to the nearest number of a format, and train as if they were not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn import ConfigError, build_ffn
+from moe_ffn.experts.low_precision import FORMATS, Format, fake_quantize, pack, quantize
+from moe_ffn.ffn.base import FFNBlock
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+"""The positive numbers of FP4, in the order of their codes; those at even places have an even mantissa."""
+
+
+def matrices(*, seed: int = 0) -> Tensor:
+    """Rows of sizes from 1e-3 to 1e2, one block of zeros, and one block of ties."""
+    generator = torch.Generator().manual_seed(seed)
+    weight_EOI = torch.randn(3, 16, 64, generator=generator)
+    weight_EOI *= torch.logspace(-3, 2, 16)[:, None]
+    weight_EOI[0, 0, :32] = 0
+    weight_EOI[1, 5, :32] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(4)
+    return weight_EOI
+
+
+def nearest(numbers: list[float], x: float) -> float:
+    """The nearest of some numbers, in the order of their codes; of two, the one at an even place."""
+    return min(enumerate(numbers), key=lambda item: (abs(item[1] - abs(x)), item[0] % 2))[1]
+
+
+def largest_power(x: float) -> int:
+    """floor(log2 x), by counting."""
+    exponent = 0
+    while 2.0**exponent > x:
+        exponent -= 1
+    while 2.0 ** (exponent + 1) <= x:
+        exponent += 1
+    return exponent
+
+
+E4M3 = [m / 8 * 2.0**-6 for m in range(8)] + [
+    (1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8) if (e, m) != (8, 7)
+]
+GRIDS: dict[str, tuple[list[float], int]] = {"mxfp4": (E2M1, 2), "mxfp8": (E4M3, 8)}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_mx_takes_the_nearest_element_at_the_power_of_two_of_the_standard(name: Format) -> None:
+    """OCP Microscaling Formats 1.0, section 6.3, number by number."""
+    grid, largest_exponent = GRIDS[name]
+    weight_EOI = matrices()[:2, ::5]
+    wanted = torch.zeros_like(weight_EOI)
+    blocks, found = weight_EOI.reshape(-1, 32).tolist(), wanted.view(-1, 32)
+    for row, block in enumerate(blocks):
+        if (largest := max(map(abs, block))) == 0:
+            continue
+        scale = 2.0 ** (largest_power(largest) - largest_exponent)
+        sizes = [nearest(grid, x / scale) * scale for x in block]
+        found[row] = torch.tensor([s if x >= 0 else -s for s, x in zip(sizes, block, strict=True)])
+    assert torch.equal(fake_quantize(weight_EOI, name), wanted)
+
+
+def test_nvfp4_scales_blocks_in_e4m3_and_matrices_in_float32() -> None:
+    weight_EOI = matrices()
+    elements, scales, whole = quantize(weight_EOI, "nvfp4")
+    assert whole is not None
+    torch.testing.assert_close(whole.flatten(), weight_EOI.abs().amax((1, 2)) / (448 * 6))
+    largest = weight_EOI.unflatten(-1, (-1, 16)).abs().amax(-1, keepdim=True)
+    for found, exact in zip(scales.flatten(), (largest / 6 / whole).flatten(), strict=True):
+        assert found == nearest(E4M3, max(exact.item(), 2.0**-6))  # the smallest normal number
+    scaled = weight_EOI.unflatten(-1, (-1, 16)) * ((1 / whole) / scales)
+    wanted = [nearest(E2M1, x) for x in scaled.flatten().tolist()]
+    assert torch.equal(elements.abs().flatten(), torch.tensor(wanted))
+    torch.testing.assert_close(
+        fake_quantize(weight_EOI, "nvfp4"),
+        (elements * scales * whole).flatten(-2),
+        rtol=1e-6,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize(("name", "steps"), [("int4", 7.5), ("int8", 127.5)])
+def test_integers_divide_the_largest_number_of_a_group_into_equal_steps(
+    name: Format, steps: float
+) -> None:
+    weight_EOI = matrices()
+    groups = weight_EOI.unflatten(-1, (-1, 32))
+    step = groups.abs().amax(-1, keepdim=True) / steps
+    wanted = (groups / step.clamp(min=1e-30)).round().clamp(-(steps + 0.5), steps - 0.5) * step
+    torch.testing.assert_close(
+        fake_quantize(weight_EOI, name), wanted.flatten(-2), rtol=1e-6, atol=0
+    )
+
+
+def test_fp8_scales_each_row_to_448() -> None:
+    weight_EOI = matrices()
+    elements, scales, _ = quantize(weight_EOI, "fp8")
+    assert (elements.abs().amax((-1, -2)) == 448).all()
+    assert {*elements.abs().unique().tolist()} <= {*E4M3}
+    torch.testing.assert_close((elements * scales).flatten(-2), weight_EOI, rtol=2**-4, atol=1e-7)
+
+
+# -- experts
+
+
+def block(**options: Any) -> FFNBlock:
+    torch.manual_seed(0)
+    experts = {"type": "fake_quantized", "experts": {"type": "swiglu", "d_ff": 32}, **options}
+    return build_ffn({"type": "moe", "num_experts": 4, "experts": experts}, 64)
+
+
+def rounded(moe: Any, name: Format) -> dict[str, Tensor]:
+    inner = moe.experts.experts
+    names = ("gate_up", "down")
+    return {f"experts.experts.{key}": fake_quantize(getattr(inner, key), name) for key in names}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_block_computes_with_its_rounded_matrices_and_trains_the_exact_ones(name: Format) -> None:
+    moe, plain, x = block(format=name), block(format=None), torch.randn(2, 9, 64)
+    exact = plain(x).hidden
+    plain.load_state_dict(rounded(moe, name), strict=False)
+
+    found, wanted = moe(x).hidden, plain(x).hidden
+    for hidden in (found, wanted):
+        hidden.square().sum().backward()
+
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, exact)
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(moe.get_parameter(key).grad, parameter.grad)
+
+
+def test_inputs_are_rounded_token_by_token() -> None:
+    moe, x = block(format=None, inputs="nvfp4"), torch.randn(1, 7, 64)
+    together = moe(x).hidden
+    larger = torch.cat([x[:, :3], 100 * x[:, 3:]], dim=1)
+    assert torch.equal(moe(larger).hidden[:, :3], together[:, :3])
+    assert not torch.equal(together, block(format=None)(x).hidden)
+
+
+def test_a_format_of_null_can_be_replaced_later() -> None:
+    assert block(format=None).state_dict().keys() == block(format="mxfp4").state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"format": "mxfp4", "experts": {"type": "swiglu", "d_ff": 40}},
+            r"experts.format \(mxfp4\) scales blocks of 32 numbers, but a row of 'down' has 40; "
+            "make it 32 or 64",
+        ),
+        ({"format": "mxfp5"}, "experts.format: must be one of 'mxfp4', .*, got 'mxfp5'"),
+        ({"experts": "value"}, "rounds matrices, but experts of type 'value' have none"),
+    ],
+)
+def test_a_format_that_does_not_fit_the_experts_is_refused(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        block(**options)
+
+
+def test_a_format_that_does_not_fit_the_tokens_is_refused() -> None:
+    experts = {"type": "fake_quantized", "format": None, "inputs": "mxfp4"}
+    with pytest.raises(
+        ConfigError, match=r"experts.inputs \(mxfp4\) .* a token \(d_model\) has 48; make"
+    ):
+        build_ffn({"type": "moe", "experts": experts}, 48)
+
+
+# -- stored tensors
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_tensors_hold_the_rounded_matrix(name: Format) -> None:
+    weight_OI = matrices()[0]
+    packed = pack(weight_OI, name)
+    scale = packed["weight_scale"]
+    if name in ("mxfp4", "mxfp8"):
+        scale = 2.0 ** (scale.double() - 127)
+    if (whole := packed.get("weight_global_scale")) is not None:
+        scale = scale.float() / whole
+    if name == "int4":
+        words = packed["weight_packed"].to(torch.int64) & 0xFFFFFFFF
+        elements = ((words.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15).flatten(-2) - 8
+    elif "weight_packed" in packed:
+        code = torch.stack(
+            [packed["weight_packed"] & 15, packed["weight_packed"] >> 4], -1
+        ).flatten(-2)
+        elements = torch.tensor(E2M1)[(code & 7).long()] * (1 - 2.0 * (code >> 3))
+    else:
+        elements = packed["weight"]
+    found = elements.double().unflatten(-1, (scale.shape[-1], -1)) * scale.double().unsqueeze(-1)
+    torch.testing.assert_close(
+        found.flatten(-2).float(), fake_quantize(weight_OI, name), rtol=1e-6, atol=0
+    )
+
+
+# -- libraries, which `make clients` installs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mxfp4", "float4_e2m1fn_x2"), ("mxfp8", "float8_e4m3fn")]
+)
+def test_mx_equals_torchao_to_the_bit(name: Format, dtype: str) -> None:
+    theirs = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    weight_RI = matrices().flatten(0, 1)
+    element = getattr(torch, dtype)
+    scale, data = theirs.to_mx(weight_RI, element, 32)
+    wanted = theirs.to_dtype(data, scale, element, 32, torch.float32)
+    assert torch.equal(fake_quantize(weight_RI, name), wanted)
+
+
+@pytest.mark.slow
+def test_nvfp4_equals_torchao_to_the_bit() -> None:
+    theirs = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    for weight_OI in matrices():
+        whole = theirs.per_tensor_amax_to_scale(weight_OI.abs().max())
+        scale, packed = theirs.nvfp4_quantize(weight_OI, 16, whole)
+        ours = pack(weight_OI, "nvfp4")
+        assert torch.equal(ours["weight_packed"], packed)
+        assert torch.equal(ours["weight_scale"].float(), scale.float())
+        assert torch.equal(ours["weight_global_scale"], 1 / whole[None])
+
+
+STORED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 32}),
+    "mxfp8": ("mxfp8-quantized", {"num_bits": 8, "type": "float", "group_size": 32}),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"},
+    ),
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "group_size": 32}),
+    "int8": ("int-quantized", {"num_bits": 8, "type": "int", "group_size": 32}),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+}
+"""Format -> compressor and arguments of compressed-tensors."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STORED)
+def test_packed_tensors_are_read_by_compressed_tensors(name: Format) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    kind, arguments = STORED[name]
+    scale_dtype = {"mxfp4": torch.uint8, "mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(
+        name
+    )
+    args = quantization.QuantizationArgs(
+        **{"strategy": "group", "symmetric": True, "scale_dtype": scale_dtype, **arguments}
+    )
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = compressors.BaseCompressor.get_value_from_registry(kind)
+    weight_OI = matrices()[0]
+
+    read = compressor.decompress(pack(weight_OI, name), scheme)["weight"]
+
+    rtol = 2**-8 if name == "nvfp4" else 1e-6  # there it multiplies in bfloat16
+    torch.testing.assert_close(read.float(), fake_quantize(weight_OI, name), rtol=rtol, atol=0)
