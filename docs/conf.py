@@ -31,6 +31,7 @@ source_suffix = {
     ".ipynb": "markdown",
 }  # `notebooks` makes Markdown of the latter
 exclude_patterns = ["_ext"]
+root_doc = "README"  # which a code host shows below the list of files
 
 html_theme = "furo"
 html_static_path = ["_static"]

@@ -238,8 +238,7 @@ def _error(ours: Tensor | None, theirs: Tensor | None) -> float:
 HEAD = """# Sparse blocks of transformers, by config
 
 This page compares our blocks with every model of transformers {version} whose file has a sparse
-feed-forward block. `python -m experiments.models` writes it. A test looks through the installed
-transformers and names each model that is missing here.
+feed-forward block.
 
 - **Errors**: both blocks are built small, in float32, with the same random weights. The columns give the
   largest difference of the outputs, and of all gradients, divided by the largest number of theirs. Blocks
@@ -261,6 +260,11 @@ Each line is our config for the default config of that model, or for a small one
 trained.
 
 ```yaml
+"""
+
+TAIL = """
+`python -m experiments.models` writes this page. A test looks through the installed transformers and names
+each model that is missing here.
 """
 
 
@@ -328,7 +332,7 @@ def page(errors: Mapping[str, Errors]) -> str:
             notes.append(f"- `{model}`, **an error in transformers**: {entry.bug}.")
     notes += [f"- `{model}` has no sparse block: {why}." for model, why in NO_BLOCK.items()]
     parts = (head, *(f"{row}\n" for row in rows), CONFIGS, *(f"{line}\n" for line in configs))
-    return "".join([*parts, "```\n\n## Notes\n\n", *(f"{note}\n" for note in notes)])
+    return "".join([*parts, "```\n\n## Notes\n\n", *(f"{note}\n" for note in notes), TAIL])
 
 
 def main(argv: Sequence[str]) -> int:

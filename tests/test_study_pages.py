@@ -125,14 +125,14 @@ def runs_of(study: str, arm: str) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("arm", "dense"),
+    ("arm", "row", "dense"),
     [
-        (("routers", "top_k"), ("optimizer", "muon_e1")),
-        (("experts", "e8,d_model=32"), ("experts", "e1,d_model=32")),
+        (("routers", "top_k"), "top_k", ("optimizer", "muon_e1")),
+        (("experts", "e8,d_model=32"), "8 experts, width 32", ("experts", "e1,d_model=32")),
     ],
 )
 def test_rows_of_the_leaderboard_follow_from_the_results(
-    arm: tuple[str, str], dense: tuple[str, str]
+    arm: tuple[str, str], row: str, dense: tuple[str, str]
 ) -> None:
     ours, theirs = runs_of(*arm), runs_of(*dense)
     losses = np.array([ours[seed]["outcome"]["validation_loss"] for seed in range(5)])
@@ -152,16 +152,15 @@ def test_rows_of_the_leaderboard_follow_from_the_results(
 
     study, name = arm
     text = LEADERBOARD.read_text(encoding="utf-8")
-    row = (
-        text[text.index(f"\n| [{study}](studies/{study}.md) {name} |") :].splitlines()[1].split("|")
-    )
+    line = text[text.index(f"\n| [{study}](studies/{study}.md): {row} |") :].splitlines()[1]
+    cells = line.split("|")
 
-    assert numbers(row[2]) + numbers(row[3]) == pytest.approx(expected, abs=1e-3)
-    assert numbers(row[10])[0] == pytest.approx(flops[1] / flops[0] / share, abs=0.01)
+    assert numbers(cells[2]) + numbers(cells[3]) == pytest.approx(expected, abs=1e-3)
+    assert numbers(cells[10])[0] == pytest.approx(flops[1] / flops[0] / share, abs=0.01)
     if study == dense[0]:
         timed = json.loads((PAGES / study / "timing.json").read_text(encoding="utf-8"))["arms"]
         steps = timed[dense[1]]["seconds_per_step"] / timed[name]["seconds_per_step"]
-        assert numbers(row[11])[0] == pytest.approx(steps / share, abs=0.01)
+        assert numbers(cells[11])[0] == pytest.approx(steps / share, abs=0.01)
 
 
 @pytest.mark.skipif(

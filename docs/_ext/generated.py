@@ -401,7 +401,7 @@ def tables_of_contents(text: str) -> str:
 
 def on_source_read(_app: Any, docname: str, source: list[str]) -> None:
     source[0] = with_full_docstrings(source[0])
-    if docname.endswith(("index", "studies/README", "reference/api")):
+    if docname.endswith(("index", "README", "reference/api")):
         source[0] += tables_of_contents(source[0])
 
 
@@ -431,8 +431,15 @@ def on_skip_member(
     return True if what == "module" and is_elsewhere else None
 
 
+def on_build_finished(app: Any, _error: Any) -> None:
+    """Write `index.html`, which leads to the first page, README.html."""
+    leads = '<meta http-equiv="refresh" content="0; url=README.html">\n'
+    (Path(app.outdir) / "index.html").write_text(leads, encoding="utf-8")
+
+
 def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", on_source_read)
+    app.connect("build-finished", on_build_finished)
     app.connect("autodoc-process-docstring", on_docstring, priority=100)  # before napoleon
     app.connect("autodoc-skip-member", on_skip_member)
     return {"parallel_read_safe": True}

@@ -413,7 +413,7 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
             f"{small}."
         )
     return (
-        f"{arm.name}: neither a difference from {baseline} nor equality within {equality} is shown, {signed} "
+        f"{arm.name} is not shown to differ from {baseline}, nor to equal it within {equality}: {signed} "
         f"({found.num_pairs} seeds; p {p_text(found.p_value)} for a difference, {p_text(found.p_equal)} for "
         f"equality); {small}."
     )

@@ -425,8 +425,8 @@ def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
     )
 
     found = rows(page)
-    both = "[a](studies/a.md) swiglu = [b](studies/b.md) same"
-    assert [*found] == ["[a](studies/a.md) moe", both]
+    both = "[a](studies/a.md): swiglu = [b](studies/b.md): same"
+    assert [*found] == ["[a](studies/a.md): moe", both]
     assert found[both][2] == "4"
     assert "no other arm has their budget: 2 of b." in page
     assert page.splitlines()[2].startswith(
@@ -445,7 +445,7 @@ def test_a_speed_up_counts_the_steps_to_the_dense_loss_and_their_time(tmp_path: 
 
     found = rows(board(tmp_path / "studies", {"a": [dense("gelu", 0, 2.0), moe]}))
 
-    speed, _, *speed_ups = found["[a](studies/a.md) moe"][-4:]
+    speed, _, *speed_ups = found["[a](studies/a.md): moe"][-4:]
     assert speed == "13 (0.67)"
     assert speed_ups == ["1.32", "0.89"]  # 100 / 75 / 1.01, 100 / 75 * 0.5 / 0.75
 

@@ -84,6 +84,11 @@ class Board:
         return _best(self.arms)
 
     @property
+    def cost(self) -> tuple[int, int]:
+        """FLOPs per token, and tokens."""
+        return self.base.budget.model.flops_per_token, self.base.budget.tokens
+
+    @property
     def title(self) -> str:
         budget = self.base.budget
         flops = compact(budget.model.flops_per_token)
@@ -156,13 +161,14 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
         raise ConfigError(
             f"'{studies}' has no budget with results of a dense block and of another arm"
         )
-    boards.sort(key=lambda board: (-len(board.arms), -board.base.training_flops))
+    boards.sort(key=lambda board: board.cost)
+    runs = {training: result for (training, _), result in by_seed.items()}
     links = {
         aliases[0]: " = ".join(
-            f"[{study}]({link}/{study}.md) {escape_markdown(arm)}"
+            f"[{study}]({link}/{study}.md): {escape_markdown(_in_words(arm, runs[training]))}"
             for study, _, arm in (name.partition("/") for name in aliases)
         )
-        for aliases in names.values()
+        for training, aliases in names.items()
     }
     left_out = Counter(name.partition("/")[0] for name in links)
     left_out.subtract(_study(arm) for board in boards for arm in board.arms)
@@ -172,6 +178,19 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
     tables = [f"## {board.title}\n\n{_table(board, links)}" for board in boards]
     blocks = ["# Leaderboard", _head(boards), _summary(boards, links), _NOTES, facts, *tables]
     return "\n\n".join([*blocks, _ADD_A_ROW]) + "\n"
+
+
+_WORDS = {"d_model": "width {}", "max_steps": "{} steps"}
+
+
+def _in_words(arm: str, run: RunResult) -> str:
+    """Return `32 experts, width 64` for the arm `e32,d_model=64`."""
+    name, *grid = arm.split(",")
+    num_experts = run.option("model.ffn.num_experts")
+    if name == f"e{num_experts}":
+        name = f"{num_experts} expert{'s' * (num_experts > 1)}"
+    options = (option.partition("=") for option in grid)
+    return ", ".join([name, *(_WORDS.get(k, f"{k}={{}}").format(value) for k, _, value in options)])
 
 
 def _listed(items: Iterable[str]) -> str:
@@ -250,8 +269,9 @@ def _head(boards: Sequence[Board]) -> str:
         f"corrected). In seconds, {sum(ratio > 1 for ratio in timed)} of the {len(timed)} winners that were "
         f"timed reach that block's loss sooner. All models are small: {active} active parameters, {tokens} "
         "tokens.\n\nEach row names the block that wins a budget. *Minus dense* is in nats per token: "
-        "negative is better than the best dense block. *Speed-up* is how many times fewer FLOPs, or seconds, "
-        "the winner needs for the final loss of that dense block."
+        "negative is better than the best dense block. *Speed-up, FLOPs* is how many times fewer training "
+        "FLOPs the winner needs to reach the final loss of that dense block. *Speed-up, seconds* is the same "
+        "in time: below 1 the winner is slower, and a dash was not timed."
     )
 
 
@@ -271,7 +291,8 @@ def _summary(boards: Sequence[Board], links: Mapping[str, str]) -> str:
                 f"{board.num_rivals} of {len(board.arms) - 1}",
             ]
         )
-    head = "budget|wins|minus dense|how sure|speed-up, FLOPs|seconds|others not significantly different"
+    head = "budget|wins|minus dense|how sure|speed-up, FLOPs|speed-up, seconds"
+    head += "|others not significantly different"
     return markdown_table(head.split("|"), rows, num_texts=2)
 
 
@@ -296,7 +317,7 @@ def _table(board: Board, links: Mapping[str, str]) -> str:
             ]
         )
     option = board.base.results[0].option
-    head = "arm|loss|minus dense|seeds|params|active|FLOPs|tokens/s|memory|speed-up, FLOPs|seconds"
+    head = "arm|loss|minus dense|seeds|params|active|FLOPs|tokens/s|memory|speed-up, FLOPs|speed-up, seconds"
     return (
         f"Corpus `{option('data.corpus.type')}`, tokenizer `{option('data.tokenizer.type')}`, windows of "
         f"{option('data.seq_len')} tokens.\n\n{markdown_table(head.split('|'), rows)}"
