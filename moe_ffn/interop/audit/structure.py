@@ -179,7 +179,7 @@ def _left_out(probe: Probe, word: str, done: set[str]) -> Finding:
 
 _ADVICE = {
     "adapted": "if the experts should learn, name their tensors in target_parameters, such as "
-    "mlp.experts.gate_up_proj; target_modules matches no fused expert",
+    "mlp.experts.gate_up_proj; target_modules does not reach them here",
     "quantised": "if memory matters, use a quantiser that supports fused experts; this one replaced linear "
     "layers only",
 }
