@@ -292,12 +292,16 @@ def _block_options(ffn: FFNConfig, d_model: int) -> dict[str, Any]:
             flat["experts.d_ff"] = ffn.experts.width(d_model, ffn.experts_per_token)
         if isinstance(ffn.shared_expert, HiddenWidthConfig):
             flat["shared_expert.d_ff"] = ffn.shared_expert.width(d_model)
+        if flat.get("router.type") == "elastic_top_k":  # in evaluation, it is top_k
+            flat |= {"router.type": "top_k", "router.softmax": "before"}
         if flat.get("router.softmax") == "after":  # equals a softmax over all experts, renormalised
             flat |= {"router.softmax": "before", "router.renormalize": True}
     return {path: value for path, value in flat.items() if value is not None}
 
 
-_TRAINING_ONLY = {"dropout", "jitter", "backend", "multiple_of", "activation_checkpointing"}
+_TRAINING_ONLY = {
+    *("dropout", "jitter", "backend", "multiple_of", "activation_checkpointing", "k_min", "k_max"),
+}
 """Last parts of option paths that do not change outputs in evaluation."""
 
 

@@ -164,6 +164,9 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
         },
         "deepseek_v3", "",
     ),
+    "k drawn in training": (
+        {"ffn": moe(router={"type": "elastic_top_k", "k": 2, "renormalize": True})}, "mixtral", "",
+    ),
     "rounded experts": (
         {"ffn": moe(router__renormalize=True, experts={"type": "fake_quantized", "format": "fp8"})},
         "mixtral", "the weights of the experts are written rounded to fp8",
