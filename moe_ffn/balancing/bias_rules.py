@@ -87,6 +87,15 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     ema: float = Field(default=0.9, ge=0, lt=1)
     """Weight of the old bias in the moving average, at each optimizer step."""
 
+    def unsupported_reason(self, routers: Routers) -> str:
+        for layer, router, _ in routers:
+            if router.has_correction_bias and _draws_k(router):
+                return (
+                    f"assumes one k, but the router of layer {layer} draws it (k_min, k_max); use "
+                    "bias_rule.type 'sign'"
+                )
+        return ""
+
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
         required_TE = required_biases(routing, bias_E, "objective.bias_rule 'quantile'")
         if required_TE is None:
@@ -186,8 +195,14 @@ def required_biases(routing: Routing, bias_E: Tensor, needed_by: str) -> Tensor 
     return (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:] - scores_TE
 
 
+def _draws_k(router: Any) -> bool:
+    return hasattr(router, "k_min")
+
+
 def _other_ranking(router: Any) -> str:
     """Return the option by which a router does not choose its k largest scores + bias; empty if none."""
+    if _draws_k(router):
+        return "a k that is drawn (k_min, k_max)"
     if getattr(router, "score", "sigmoid") == "sqrt_softplus":
         return "score (sqrt_softplus)"
     if getattr(router, "select_by", "score") != "score":

@@ -404,8 +404,7 @@ def _evaluate_each_k(
     for model, _ in models:  # before the first evaluation
         try:
             for k in args.k:
-                model.decoder.config.with_k({":": k}, "--k")
-                model.decoder.config.with_k({":": k, **k_at}, "--k-at")
+                model.decoder.config.with_k({":": k, **k_at}, "--k-at" if k_at else "--k")
         except ValueError as error:
             raise ConfigError(f"'{model.folder}': {error}") from error
     results: dict[str, Any] = {"models": {}}

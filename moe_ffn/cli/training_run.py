@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import signal
@@ -107,6 +108,8 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         say(f"precision {precision}")
         run_id = start.run_id or run_folder.new_run_id()
         facts = assemble.run_facts(config, data, precision, run_id)
+        if teacher is not None:
+            facts |= {"teacher_sha256": announce_teacher(teacher, config, resume, say)}
         files = initial_files(config, data, facts)
         folder = open_folder(config, resume, start, files)
         if resume is None:
@@ -156,6 +159,29 @@ def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | None:
             f"data.seq_len ({config.data.seq_len}); lower data.seq_len, or use another teacher"
         )
     return teacher
+
+
+def announce_teacher(teacher: Decoder, config: TrainConfig, resume: Resume | None, say: Say) -> str:
+    """Print the teacher's folder and size, and return the hash of its weights.
+
+    Raises:
+        ConfigError: a resumed run names the teacher it began with, but the weights have changed.
+    """
+    assert config.objective.distill is not None
+    folder = config.objective.distill.teacher
+    digest = hashlib.sha256()
+    for name, weight in teacher.state_dict().items():
+        digest.update(name.encode())
+        digest.update(weight.contiguous().view(torch.uint8).numpy())
+    if resume is not None and resume.saved.objective.distill == config.objective.distill:
+        before = Facts.read(resume.folder / run_folder.FACTS_FILE).teacher_sha256
+        if before not in (None, digest.hexdigest()):
+            raise ConfigError(
+                f"objective.distill.teacher: the weights in '{folder}' are not those with which "
+                f"'{resume.folder}' began; restore them, or name another folder to learn from another teacher"
+            )
+    say(f"teacher: {folder}, {sum(p.numel() for p in teacher.parameters()):,} parameters")
+    return digest.hexdigest()
 
 
 def read_initial_weights(config: TrainConfig) -> Source | None:

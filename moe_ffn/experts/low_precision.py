@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from pydantic import model_validator
@@ -55,7 +55,10 @@ def power_of_two_scales(largest_exponent: int) -> Callable[[Tensor], Scales]:
     def scales(largest: Tensor) -> Scales:
         exponent = torch.frexp(largest).exponent - 1 - largest_exponent
         exponent = exponent.where(largest > 0, -127).clamp(-127, 127)
-        return torch.ldexp(torch.ones_like(largest), exponent), None
+        scale = torch.ldexp(torch.ones_like(largest), exponent)
+        return scale.where(
+            largest.isfinite(), torch.nan
+        ), None  # a diverged run must not look finite
 
     return scales
 
@@ -118,27 +121,18 @@ def quantize(weight: Tensor, name: Format) -> tuple[Tensor, Tensor, Tensor | Non
     return low.round_(scaled), scales, whole
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Rounding whose gradient is that of the identity (Bengio et al. 2013, arXiv:1308.3432)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: Format) -> Tensor:
-        elements, scales, whole = quantize(x, name)
-        rounded = elements.mul_(scales if whole is None else scales * whole)
-        return rounded.flatten(-2).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
 def fake_quantize(x: Tensor, name: Format) -> Tensor:
-    """Return `x` rounded to a format, with its shape and dtype; the gradient passes unchanged.
+    """Return `x` rounded to a format, with its shape and dtype; the gradient is that of the identity.
+
+    Bengio et al. 2013 (arXiv:1308.3432), straight-through estimator.
 
     Args:
         x: (..., rows, width); width is a multiple of the format's block.
     """
-    return _StraightThrough.apply(x, name)
+    with torch.no_grad():
+        elements, scales, whole = quantize(x, name)
+        rounded = elements.mul_(scales if whole is None else scales * whole).flatten(-2).to(x.dtype)
+    return rounded + (x - x.detach())
 
 
 def pack(weight_OI: Tensor, name: Format) -> dict[str, Tensor]:
@@ -158,7 +152,7 @@ def pack(weight_OI: Tensor, name: Format) -> dict[str, Tensor]:
         packed["weight_packed"] = code[..., ::2] | (code[..., 1::2] << 4)
     elif name == "int4":
         nibbles = (elements_OI.to(torch.int64) + 8).unflatten(-1, (-1, 8))
-        words = (nibbles << torch.arange(0, 32, 4)).sum(-1)
+        words = (nibbles << torch.arange(0, 32, 4, device=weight_OI.device)).sum(-1)
         packed["weight_packed"] = words.to(torch.int32)
         packed["weight_shape"] = torch.tensor(weight_OI.shape)
     else:
@@ -194,6 +188,13 @@ class FakeQuantizedExpertsConfig(ExpertsWrapperConfig, frozen=True):
                 f"type 'fake_quantized' rounds matrices, but experts of type '{self.innermost.type}' have "
                 "none; use mlp or swiglu"
             )
+        inner = self.experts
+        while isinstance(inner, ExpertsWrapperConfig):
+            if isinstance(inner, FakeQuantizedExpertsConfig):
+                raise ValueError(
+                    "type 'fake_quantized' cannot be inside itself; leave one of them out"
+                )
+            inner = inner.experts
         return self
 
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
@@ -202,7 +203,8 @@ class FakeQuantizedExpertsConfig(ExpertsWrapperConfig, frozen=True):
             for name, matrix_EOI in _matrices(experts):
                 _require_blocks("format", self.format, matrix_EOI.shape[-1], f"a row of '{name}'")
         if self.inputs is not None:
-            _require_blocks("inputs", self.inputs, d_model, "a token (d_model)")
+            width = self.experts.dispatch_width(d_model)
+            _require_blocks("inputs", self.inputs, width, "a token of the experts")
         return FakeQuantizedExperts(self, experts)
 
 
@@ -237,6 +239,12 @@ class FakeQuantizedExperts(ExpertsWrapper):
         if self.inputs is not None:
             x_TD = fake_quantize(x_TD.unsqueeze(-2), self.inputs).squeeze(-2)
         return self.experts(x_TD, plan)
+
+    def weights(self) -> ExpertWeights | None:
+        return self.experts.weights()
+
+    def extra_repr(self) -> str:
+        return f"format={self.format}, inputs={self.inputs}"
 
     def rounded(self) -> dict[str, Tensor]:
         """Return the matrices as they compute, by their names in `experts`."""

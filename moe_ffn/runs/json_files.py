@@ -56,6 +56,8 @@ class Facts(JsonFile):
     tokenizer_sha256: str | None = None
     validation_sha256: str | None = None
     """Hash of the validation windows."""
+    teacher_sha256: str | None = None
+    """Hash of the teacher's weights; null without a teacher."""
     num_params: Count | None = None
     num_active_params: Count | None = None
     flops_per_token: Count | None = None

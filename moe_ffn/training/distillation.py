@@ -22,7 +22,7 @@ class DistillConfig(Config, frozen=True):
     """Folder of a model or a run with the same tokenizer; it may have any architecture."""
     weight: float = Field(default=0.5, gt=0, le=1)
     """Share of the distillation loss; 1 leaves the text's own next tokens out."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Divisor of the logits of teacher and student; above 1, unlikely tokens count for more."""
 
 

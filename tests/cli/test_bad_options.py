@@ -152,6 +152,10 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "bias, with scores between 0 and 1, but the router of layer 0 has groups; remove it, or use "
         "bias_rule.type 'sign'"
     ),
+    "--objective.bias_rule quantile --model.ffn.router {type:&elastic_top_k,&correction_bias:&true}": (
+        "objective.bias_rule.type ('quantile') assumes one k, but the router of layer 0 draws it (k_min, "
+        "k_max); use bias_rule.type 'sign'"
+    ),
     "--objective.coupling {} --model.ffn swiglu": (
         "objective.coupling couples routers with experts, but no layer has both; use model.ffn.type 'moe'"
     ),

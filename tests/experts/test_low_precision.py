@@ -142,6 +142,20 @@ def test_inputs_are_rounded_token_by_token() -> None:
     assert not torch.equal(together, block(format=None)(x).hidden)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_number_that_is_not_finite_stays_visible(name: Format) -> None:
+    weight_OI = matrices()[0]
+    weight_OI[3, 40] = torch.inf
+    assert not fake_quantize(weight_OI, name)[3].isfinite().all()
+
+
+def test_inputs_of_narrower_experts_have_their_width() -> None:
+    latent = {"type": "latent", "width": 32, "experts": {"type": "swiglu", "d_ff": 32}}
+    experts = {"type": "fake_quantized", "inputs": "mxfp4", "format": "mxfp4", "experts": latent}
+    moe = build_ffn({"type": "moe", "experts": experts}, 48)
+    assert moe(torch.randn(1, 5, 48)).hidden.isfinite().all()
+
+
 def test_a_format_of_null_can_be_replaced_later() -> None:
     assert block(format=None).state_dict().keys() == block(format="mxfp4").state_dict().keys()
 
@@ -155,6 +169,7 @@ def test_a_format_of_null_can_be_replaced_later() -> None:
             "make it 32 or 64",
         ),
         ({"format": "mxfp5"}, "experts.format: must be one of 'mxfp4', .*, got 'mxfp5'"),
+        ({"experts": {"type": "fake_quantized"}}, "'fake_quantized' cannot be inside itself"),
         ({"experts": "value"}, "rounds matrices, but experts of type 'value' have none"),
     ],
 )
@@ -168,7 +183,7 @@ def test_a_format_that_does_not_fit_the_experts_is_refused(
 def test_a_format_that_does_not_fit_the_tokens_is_refused() -> None:
     experts = {"type": "fake_quantized", "format": None, "inputs": "mxfp4"}
     with pytest.raises(
-        ConfigError, match=r"experts.inputs \(mxfp4\) .* a token \(d_model\) has 48; make"
+        ConfigError, match=r"experts.inputs \(mxfp4\) .* a token of the experts has 48; make"
     ):
         build_ffn({"type": "moe", "experts": experts}, 48)
 

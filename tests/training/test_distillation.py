@@ -92,7 +92,14 @@ def test_a_run_resumes_with_its_teacher_whose_weights_stay_out_of_the_checkpoint
 
     assert resumed.code == 0, resumed.stderr
     assert "resuming" in resumed.stderr + resumed.stdout
+    assert f"teacher: {teacher}, " in resumed.stdout
     assert differences(whole.folder, copy) == []
+
+    shutil.rmtree(teacher)
+    save(tmp_path / "teacher", norm={"type": "layer_norm"})
+    refused = run_here("--resume", str(copy), "--trainer.max_steps", "8")
+    assert refused.code == 2
+    assert f"the weights in '{teacher}' are not those with which '{copy}' began" in refused.stderr
 
 
 def test_a_model_that_begins_as_its_teacher_has_nothing_to_learn_from_it(

@@ -86,7 +86,7 @@ def audit(
             for layer in probe.reached:
                 findings += check_precision(layer, recorded[layer.name])
                 findings += check_kernels(layer, recorded[layer.name])
-        findings += [*check_behaviour(probe, num_steps), *check_order(probe)]
+        findings += [*check_behaviour(probe, num_steps), *check_order(probe, num_steps)]
     return AuditReport(
         type(probe.base).__name__,
         facts(probe),
