@@ -224,6 +224,7 @@ def run_facts(
         "corpus_sha256": data.corpus_sha256,
         "tokenizer_sha256": tokenizer_sha256(data.tokenizer.to_dict()),
         "validation_sha256": validation_batches(config.data, data).sha256,
+        "teacher_sha256": None,
         "precision": precision,
         "num_threads": torch.get_num_threads(),
         "num_params": config.model.num_params(vocab_size, seq_len),
