@@ -97,7 +97,11 @@ class Option:
                 continue
             value = self.value.get(name) if isinstance(self.value, Mapping) else None
             if value is None:
-                value = REQUIRED if field.is_required() else field.get_default(call_default_factory=True)
+                value = (
+                    REQUIRED
+                    if field.is_required()
+                    else field.get_default(call_default_factory=True)
+                )
             value = value.to_dict() if isinstance(value, Config) else value
             meaning = " ".join(meanings[name].split())
             if name == "type" and issubclass(config, TaggedConfig):
