@@ -107,9 +107,8 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
             precision = Facts.read(resume.folder / run_folder.FACTS_FILE).precision or precision
         say(f"precision {precision}")
         run_id = start.run_id or run_folder.new_run_id()
-        facts = assemble.run_facts(config, data, precision, run_id)
-        if teacher is not None:
-            facts |= {"teacher_sha256": announce_teacher(teacher, config, resume, say)}
+        teacher_sha256 = announce_teacher(teacher, config, resume, say)
+        facts = assemble.run_facts(config, data, precision, run_id, teacher_sha256)
         files = initial_files(config, data, facts)
         folder = open_folder(config, resume, start, files)
         if resume is None:
@@ -161,18 +160,21 @@ def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | None:
     return teacher
 
 
-def announce_teacher(teacher: Decoder, config: TrainConfig, resume: Resume | None, say: Say) -> str:
-    """Print the teacher's folder and size, and return the hash of its weights.
+def announce_teacher(
+    teacher: Decoder | None, config: TrainConfig, resume: Resume | None, say: Say
+) -> str | None:
+    """Print the teacher's folder and size, and return the hash of its weights; None without a teacher.
 
     Raises:
         ConfigError: a resumed run names the teacher it began with, but the weights have changed.
     """
-    assert config.objective.distill is not None
+    if teacher is None or config.objective.distill is None:
+        return None
     folder = config.objective.distill.teacher
     digest = hashlib.sha256()
     for name, weight in teacher.state_dict().items():
         digest.update(name.encode())
-        digest.update(weight.contiguous().view(torch.uint8).numpy())
+        digest.update(weight.flatten().view(torch.uint8).numpy())
     if resume is not None and resume.saved.objective.distill == config.objective.distill:
         before = Facts.read(resume.folder / run_folder.FACTS_FILE).teacher_sha256
         if before not in (None, digest.hexdigest()):

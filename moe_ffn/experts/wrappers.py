@@ -5,6 +5,7 @@ T tokens, D model width, N (token, expert) pairs, R rows
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -44,6 +45,13 @@ class ExpertsWrapperConfig(ExpertsConfig, frozen=True):
     @property
     def innermost(self) -> ExpertsConfig:
         return self.experts.innermost
+
+    def inner_wrappers(self) -> Iterator[ExpertsWrapperConfig]:
+        """Yield the wrappers inside this one, from the outermost."""
+        inner = self.experts
+        while isinstance(inner, ExpertsWrapperConfig):
+            yield inner
+            inner = inner.experts
 
     def dispatch_width(self, d_model: int) -> int:
         return self.experts.dispatch_width(self.inner_width(d_model))
@@ -191,15 +199,13 @@ class NormedExpertsConfig(ExpertsWrapperConfig, frozen=True):
 
     @model_validator(mode="after")
     def _reject_each_with_weighted_inputs(self) -> NormedExpertsConfig:
-        inner = self.experts
-        while isinstance(inner, ExpertsWrapperConfig):
-            if self.each is not None and inner.type == "input_weighted":
-                raise ValueError(
-                    "each normalises outputs before they are weighted, but experts.type "
-                    "('input_weighted') weights inputs; write {type: input_weighted, experts: {type: "
-                    "normed, ...}}"
-                )
-            inner = inner.experts
+        types = [inner.type for inner in self.inner_wrappers()]
+        if self.each is not None and "input_weighted" in types:
+            raise ValueError(
+                "each normalises outputs before they are weighted, but experts.type "
+                "('input_weighted') weights inputs; write {type: input_weighted, experts: {type: "
+                "normed, ...}}"
+            )
         return self
 
     def own_params(self, d_model: int) -> int:

@@ -211,7 +211,11 @@ def ffn_types(config: TrainConfig) -> list[str]:
 
 
 def run_facts(
-    config: TrainConfig, data: PreparedData, precision: str, run_id: str = ""
+    config: TrainConfig,
+    data: PreparedData,
+    precision: str,
+    run_id: str = "",
+    teacher_sha256: str | None = None,
 ) -> dict[str, Any]:
     """Return the facts of a run for `facts.json` and wandb: options, code revision, data, sizes, hardware."""
     vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
@@ -224,7 +228,7 @@ def run_facts(
         "corpus_sha256": data.corpus_sha256,
         "tokenizer_sha256": tokenizer_sha256(data.tokenizer.to_dict()),
         "validation_sha256": validation_batches(config.data, data).sha256,
-        "teacher_sha256": None,
+        "teacher_sha256": teacher_sha256,
         "precision": precision,
         "num_threads": torch.get_num_threads(),
         "num_params": config.model.num_params(vocab_size, seq_len),

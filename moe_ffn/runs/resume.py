@@ -293,7 +293,9 @@ def _updated_facts(resume: Resume, new_facts: str) -> str:
     facts = Facts.read(resume.folder / FACTS_FILE)
     if not facts.is_whole:
         return new_facts
-    keys = {RUN_ID, *(resume.config.to_dict() if resume.changes else ())}
+    keys = {RUN_ID}
+    if resume.changes:
+        keys |= {*resume.config.to_dict(), "teacher_sha256"}
     updates = {key: value for key, value in json.loads(new_facts).items() if key in keys}
     return json.dumps({**facts.model_dump(exclude_unset=True), **updates}, indent=2) + "\n"
 

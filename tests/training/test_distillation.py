@@ -102,6 +102,20 @@ def test_a_run_resumes_with_its_teacher_whose_weights_stay_out_of_the_checkpoint
     assert f"the weights in '{teacher}' are not those with which '{copy}' began" in refused.stderr
 
 
+def test_a_resumed_run_may_go_on_with_another_teacher(run_train: Any, tmp_path: Path) -> None:
+    first, second = save(tmp_path / "first"), save(tmp_path / "second", ffn="geglu")
+    run = run_train(
+        tmp_path, "--objective.distill.teacher", first, "--trainer.max_steps", "2"
+    ).folder
+
+    changed = ("--objective.distill.teacher", second, "--trainer.max_steps", "3")
+    assert run_here("--resume", str(run), *changed).code == 0
+
+    resumed = run_here("--resume", str(run), "--trainer.max_steps", "4")
+    assert resumed.code == 0, resumed.stderr
+    assert f"teacher: {second}, " in resumed.stdout
+
+
 def test_a_model_that_begins_as_its_teacher_has_nothing_to_learn_from_it(
     run_train: Any, tmp_path: Path
 ) -> None:
