@@ -33,6 +33,11 @@ class BiasRuleConfig(TaggedConfig, frozen=True):
 
     def unsupported_reason(self, routers: Routers) -> str:
         """Return the reason why the rule cannot balance routers, with an alternative; empty if it can."""
+        biased = ((layer, router) for layer, router, _ in routers if router.has_correction_bias)
+        return next(filter(None, (self._conflict(*each) for each in biased)), "")
+
+    def _conflict(self, layer: str, router: Any) -> str:
+        """Return `unsupported_reason` for one router with a correction bias."""
         return ""
 
     @abstractmethod
@@ -87,14 +92,13 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     ema: float = Field(default=0.9, ge=0, lt=1)
     """Weight of the old bias in the moving average, at each optimizer step."""
 
-    def unsupported_reason(self, routers: Routers) -> str:
-        for layer, router, _ in routers:
-            if router.has_correction_bias and _draws_k(router):
-                return (
-                    f"assumes one k, but the router of layer {layer} draws it (k_min, k_max); use "
-                    "bias_rule.type 'sign'"
-                )
-        return ""
+    def _conflict(self, layer: str, router: Any) -> str:
+        if not _draws_k(router):
+            return ""
+        return (
+            f"assumes one k, but the router of layer {layer} draws it (k_min, k_max); use bias_rule.type "
+            "'sign'"
+        )
 
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
         required_TE = required_biases(routing, bias_E, "objective.bias_rule 'quantile'")
@@ -129,14 +133,13 @@ class GlobalQuantileRuleConfig(BiasRuleConfig, frozen=True):
     num_bins: int = Field(default=1000, ge=2, le=10**6)
     """Bins of each expert's histogram."""
 
-    def unsupported_reason(self, routers: Routers) -> str:
-        for layer, router, _ in routers:
-            if router.has_correction_bias and (reason := _other_ranking(router)):
-                return (
-                    "assumes that a token chooses its k largest scores + bias, with scores between 0 and 1, "
-                    f"but the router of layer {layer} has {reason}; remove it, or use bias_rule.type 'sign'"
-                )
-        return ""
+    def _conflict(self, layer: str, router: Any) -> str:
+        if not (option := _other_ranking(router)):
+            return ""
+        return (
+            "assumes that a token chooses its k largest scores + bias, with scores between 0 and 1, but the "
+            f"router of layer {layer} has {option}; remove it, or use bias_rule.type 'sign'"
+        )
 
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
         """Return int64 (E, num_bins + 1): the histogram of r_ti, then the number of pairs of each expert."""

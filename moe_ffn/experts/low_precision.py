@@ -188,13 +188,8 @@ class FakeQuantizedExpertsConfig(ExpertsWrapperConfig, frozen=True):
                 f"type 'fake_quantized' rounds matrices, but experts of type '{self.innermost.type}' have "
                 "none; use mlp or swiglu"
             )
-        inner = self.experts
-        while isinstance(inner, ExpertsWrapperConfig):
-            if isinstance(inner, FakeQuantizedExpertsConfig):
-                raise ValueError(
-                    "type 'fake_quantized' cannot be inside itself; leave one of them out"
-                )
-            inner = inner.experts
+        if any(isinstance(inner, FakeQuantizedExpertsConfig) for inner in self.inner_wrappers()):
+            raise ValueError("type 'fake_quantized' cannot be inside itself; leave one of them out")
         return self
 
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:

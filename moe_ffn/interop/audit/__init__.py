@@ -65,7 +65,7 @@ def audit(
     """
     if accumulation < 1:
         raise ConfigError(f"audit: accumulation must be 1 or more, but is {accumulation}")
-    probe = Probe(model, checked_batch(batch))
+    probe = Probe(model, checked_batch(batch), num_steps)
     findings = [*check_structure(probe), *check_left_out(probe), *check_requires_grad(probe)]
     if optimizer is not None:
         findings += check_optimizer(probe, optimizer)
@@ -86,7 +86,7 @@ def audit(
             for layer in probe.reached:
                 findings += check_precision(layer, recorded[layer.name])
                 findings += check_kernels(layer, recorded[layer.name])
-        findings += [*check_behaviour(probe, num_steps), *check_order(probe, num_steps)]
+        findings += [*check_behaviour(probe), *check_order(probe)]
     return AuditReport(
         type(probe.base).__name__,
         facts(probe),

@@ -48,12 +48,8 @@ WORSE_THAN_GUESSING = 1.1
 """Cross-entropy as a multiple of ln(V), which a uniform guess has, above which a model is broken."""
 
 
-def check_behaviour(probe: Probe, num_steps: int | None) -> Iterator[Finding]:
-    """Run the model in evaluation: once as it is, once with other tokens at the end, and by sequence.
-
-    Args:
-        num_steps: optimizer steps of its training; None: unknown.
-    """
+def check_behaviour(probe: Probe) -> Iterator[Finding]:
+    """Run the model in evaluation: once as it is, once with other tokens at the end, and by sequence."""
     with mode(probe.model, training=False), torch.no_grad():
         passed = probe.run(labels=None)
         if not passed.logits_BSV.isfinite().all():
@@ -64,7 +60,7 @@ def check_behaviour(probe: Probe, num_steps: int | None) -> Iterator[Finding]:
         yield from _declared_routing(probe, passed)
         yield from _causality(probe, passed)
         yield from _determinism(probe, passed)
-        yield from _health(probe, passed, num_steps)
+        yield from _health(probe, passed)
 
 
 def _declared_routing(probe: Probe, passed: Outputs) -> Iterator[Finding]:
@@ -237,7 +233,7 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
 # -- health
 
 
-def _health(probe: Probe, passed: Outputs, num_steps: int | None) -> Iterator[Finding]:
+def _health(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     loss = probe.cross_entropy(passed.logits_BSV).item()
     guess = math.log(passed.logits_BSV.shape[-1])
     sentence = f"cross-entropy {loss:.3f} nats per token; a uniform guess has {guess:.3f}"
@@ -249,14 +245,10 @@ def _health(probe: Probe, passed: Outputs, num_steps: int | None) -> Iterator[Fi
     )
     if probe.unwatched:
         yield HEALTH.skips(probe.unwatched)
-    is_early = num_steps is not None and num_steps < AlarmsConfig().after_steps
-    if is_early:
-        yield HEALTH.skips(
-            f"collapse, dropped pairs and idle experts need {AlarmsConfig().after_steps} steps of training, "
-            f"this model has {num_steps}"
-        )
+    if too_early := probe.too_early("collapse, dropped pairs and idle experts"):
+        yield HEALTH.skips(too_early)
     for name, routing in passed.routings.items():
-        yield from _health_of(HEALTH.at(name), routing, is_early=is_early)
+        yield from _health_of(HEALTH.at(name), routing, is_early=bool(too_early))
 
 
 def _health_of(check: Check, routing: Routing, *, is_early: bool) -> Iterator[Finding]:

@@ -20,7 +20,6 @@ from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode
 from moe_ffn.interop.routings import inputs_of_experts, is_experts
 from moe_ffn.outputs import Routing
-from moe_ffn.training.config import AlarmsConfig
 from moe_ffn.training.objective import IGNORED_TARGET, cross_entropy_of
 
 TRAINED = 0.9
@@ -36,16 +35,10 @@ ALIKE = 1e-3
 """Share of the loss below which experts that move change nothing."""
 
 
-def check_order(probe: Probe, num_steps: int | None) -> Iterator[Finding]:
-    """Move the experts of each layer, and swap gate and up: the loss should rise.
-
-    Args:
-        num_steps: optimizer steps of the model's training; None: unknown.
-    """
-    if num_steps is not None and num_steps < (needed := AlarmsConfig().after_steps):
-        yield ORDER.skips(
-            f"places of weights need {needed} steps of training, this model has {num_steps}"
-        )
+def check_order(probe: Probe) -> Iterator[Finding]:
+    """Move the experts of each layer, and swap gate and up: the loss should rise."""
+    if too_early := probe.too_early("places of weights"):
+        yield ORDER.skips(too_early)
         return
     with mode(probe.model, training=False), torch.no_grad():
         logits_BSV = probe.logits(labels=None)

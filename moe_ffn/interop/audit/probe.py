@@ -25,6 +25,7 @@ from moe_ffn.interop.audit.layers import (
 from moe_ffn.interop.routings import watch
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing, dtype_name
+from moe_ffn.training.config import AlarmsConfig
 from moe_ffn.training.objective import IGNORED_TARGET, cross_entropy_of
 
 _IDS, _MASK, _LABELS = "input_ids", "attention_mask", "labels"
@@ -45,7 +46,14 @@ class Outputs:
 class Probe:
     """The model under audit with a batch: it runs one on the other, and finds the sparse layers."""
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Mapping[str, Any], num_steps: int | None = None
+    ) -> None:
+        """
+        Args:
+            num_steps: optimizer steps that the model was trained for; None: unknown.
+        """
+        self.num_steps = num_steps
         self.model = model = without_parallel_wrappers(model)
         config: Any = getattr(self.base, "config", None)
         self.has_encoder = bool(getattr(config, "is_encoder_decoder", False))
@@ -61,6 +69,13 @@ class Probe:
         self.layers = sparse_layers(model)
         self.unwatched = ""
         """Reason why routings cannot be recorded, which `reached` finds out; empty if they can."""
+
+    def too_early(self, subject: str) -> str:
+        """Return the sentence that `subject` needs more steps of training; empty if it can be judged."""
+        needed = AlarmsConfig().after_steps
+        if self.num_steps is None or self.num_steps >= needed:
+            return ""
+        return f"{subject} need {needed} steps of training, this model has {self.num_steps}"
 
     @property
     def base(self) -> nn.Module:
