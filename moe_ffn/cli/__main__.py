@@ -24,6 +24,7 @@ PROGRAMS = {
     "compare": "compare existing runs: losses with intervals, differences, cost",
     "sweep": "train the runs of a study, several at a time, or resume them",
     "study_page": "write the page of a study from the results of its runs",
+    "coordinates": "check whether a learning rate transfers to other sizes of a model",
     "plan": "compare the layouts of a model on several GPUs",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "audit": "check a mixture of experts for silent defects, also one of transformers or peft",

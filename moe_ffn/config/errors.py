@@ -111,7 +111,7 @@ def explain(
     """
     lines: list[str] = []
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) or "''" for part in item["loc"])
+        path = ".".join(str(part) or "''" for part in item["loc"] if part != "[key]")
         rule = _RULES.get(item["type"])
         if rule is None:
             message = item["msg"].removeprefix("Value error, ")

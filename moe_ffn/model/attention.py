@@ -122,6 +122,11 @@ class AttentionConfig(Config, frozen=True):
         """Return the width of each head that rotary positions rotate."""
         return self.latent.rotated_dim if self.latent else self.head_width(d_model)
 
+    def score_width(self, d_model: int) -> int:
+        """Return the width of the queries and keys of a head, whose square root divides the scores."""
+        rotated = self.latent.rotated_dim if self.latent else 0
+        return self.head_width(d_model) + rotated
+
     def projections(self, d_model: int) -> tuple[tuple[int, int], ...]:
         """Return (input width, output width) of every projection matrix."""
         if self.latent is None:

@@ -26,6 +26,12 @@ from moe_ffn.ffn.base import FFNBlock, RouterInfo, prefix_names
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig
+from moe_ffn.model.parametrization import (
+    LAYERS,
+    ParametrizationConfig,
+    Scale,
+    StandardConfig,
+)
 from moe_ffn.model.positions import PositionEncoding, PositionsConfig, RotaryConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief
 from moe_ffn.routing.base import Router
@@ -59,6 +65,8 @@ class DecoderConfig(Config, frozen=True):
     norm_placement: Literal["pre", "post"] = "pre"
     """pre: norm before each sublayer, x + f(norm(x)); post: norm after the sum, norm(x + f(x)), as in the
     original Transformer."""
+    parametrization: ParametrizationConfig = StandardConfig()
+    """Rule by which initial weights and learning rates follow the sizes of the model."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping a unit of the embeddings and of each sublayer's output in training."""
     tie_embeddings: bool = True
@@ -78,6 +86,8 @@ class DecoderConfig(Config, frozen=True):
             )
         self.positions.check_widths(self.d_model, self.head_dim)
         self.layer_windows()
+        if reason := self.parametrization.unsupported_reason(self):
+            raise ValueError(f"parametrization.type ('{self.parametrization.type}') {reason}")
         for layer, ffn in enumerate(self.layer_ffns()):
             if self.causal and (unsupported := ffn.unsupported(UseCase(causal=True))):
                 raise ValueError(
@@ -309,6 +319,14 @@ def parse_slice(text: str, option: str) -> slice:
     return slice(*numbers)
 
 
+@torch.no_grad()
+def _rescale(module: nn.Module, scales: Mapping[str, Scale], prefix: str = "") -> None:
+    """Multiply the initial weights of a module by the factors of its parametrization."""
+    for name, parameter in module.named_parameters():
+        if (factor := scales.get(prefix + name, Scale()).init) != 1:
+            parameter.mul_(factor)
+
+
 def _build_with_own_seed(ffn: FFNConfig, d_model: int) -> FFNBlock:
     """Build a block whose weights are drawn from a separate random generator.
 
@@ -400,6 +418,7 @@ class Decoder(nn.Module):
         config = config.model_copy(update={"positions": positions})
         self.config = config
         self.max_seq_len = max_seq_len
+        self.scales = config.parametrization.scales(config, vocab_size, max_seq_len)
         self.embedding = nn.Embedding(vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.mask_token_id = vocab_size
@@ -413,6 +432,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for ffn, window in zip(config.layer_ffns(), config.layer_windows(), strict=True):
             block = Block(config, ffn, window)
+            _rescale(block, self.scales, f"{LAYERS}{len(self.layers)}.")
             if on_layer is not None:
                 on_layer(block)
             self.layers.append(block)
@@ -423,6 +443,10 @@ class Decoder(nn.Module):
         nn.init.normal_(self.unembedding.weight, std=0.02)
         if config.tie_embeddings:
             self.unembedding.weight = self.embedding.weight
+        outside = {
+            name: scale for name, scale in self.scales.items() if not name.startswith(LAYERS)
+        }
+        _rescale(self, outside)
 
     def forward(
         self,

@@ -23,6 +23,8 @@ RUN_ID = "run_id"
 def fixed_options(config: TrainConfig) -> dict[str, Any]:
     """Return the options that a resumed run cannot change."""
     initial = {} if config.init_from is None else {"init_from": config.init_from}
+    # An optimizer's state is stored in the order of its groups, which the named parts determine.
+    groups = sorted(getattr(config.optimizer, "groups", {}))
     return {
         **initial,
         "seed": config.seed,
@@ -33,7 +35,10 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
             "seq_len": config.data.seq_len,
             "batch_size": config.data.batch_size,
         },
-        "optimizer": {"type": comparable_options(config.optimizer)["type"]},
+        "optimizer": {
+            "type": comparable_options(config.optimizer)["type"],
+            **({"groups": groups} if groups else {}),
+        },
         "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
     }
 

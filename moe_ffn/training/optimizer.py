@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,8 +22,9 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.kernels.base import on_this_rank, product_dtype_on_cpu
+from moe_ffn.model.parametrization import LAYERS, Part, Scale, is_matrix, num_fused, parts_of
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
 MAX_RATE = 1e9
@@ -44,6 +45,15 @@ DecoupledDecay = Annotated[
 ]
 
 
+class GroupConfig(Config, frozen=True):
+    """Options of one part of a model."""
+
+    learning_rate_factor: float = Field(default=1.0, gt=0, le=MAX_RATE)
+    """Factor of the learning rate, beside the factor of `model.parametrization`."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of all parameters of the part, norms and biases included; null: as the others."""
+
+
 class OptimizerConfig(TaggedConfig, frozen=True):
     """The optimizer; Muon by default.
 
@@ -59,6 +69,13 @@ class OptimizerConfig(TaggedConfig, frozen=True):
 
     takes_shards: ClassVar[bool] = True
     """True if the optimizer can update weights that are sharded over ranks."""
+
+    def rate_factor(self, scale: Scale, group: Mapping[str, Any]) -> float | None:
+        """Return the factor of the learning rate of a parameter of `group` under a parametrization.
+
+        None if the optimizer has no rule; then `model.parametrization` has to be standard.
+        """
+        return None
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
@@ -76,7 +93,16 @@ class OptimizerConfig(TaggedConfig, frozen=True):
         """
 
 
-class _TorchConfig(OptimizerConfig, frozen=True):
+class GroupedConfig(OptimizerConfig, frozen=True):
+    """An optimizer with options for the parts of a model; its `build` calls `refined_groups`."""
+
+    groups: dict[Part, GroupConfig] = Field(default={})
+    """Options of parts of the model: {router: {learning_rate_factor: 0.1}, ffn_down: {weight_decay: 0}}. The
+    parts: embeddings, attention, router, ffn_up, ffn_down (experts, shared experts and dense blocks), norms,
+    output (an untied output matrix), other. A part that the model lacks is ignored."""
+
+
+class _TorchConfig(GroupedConfig, frozen=True):
     """An optimizer of `torch.optim`; fields that a subclass adds are arguments of `torch_class`."""
 
     torch_class: ClassVar[Callable[..., Optimizer]]
@@ -85,8 +111,8 @@ class _TorchConfig(OptimizerConfig, frozen=True):
     decay."""
 
     def build(self, model: nn.Module) -> Optimizer:
-        options = self.model_dump(exclude=set(OptimizerConfig.model_fields))
-        groups = decay_groups(model, self.weight_decay)
+        options = self.model_dump(exclude=set(GroupedConfig.model_fields))
+        groups = refined_groups(decay_groups(model, self.weight_decay), model, self)
         return self.torch_class(groups, lr=self.learning_rate, **options)
 
 
@@ -103,6 +129,9 @@ class AdamWConfig(_AdamConfig, frozen=True):
     torch_class = optim.AdamW
     type: Literal["adamw"] = "adamw"
     weight_decay: DecoupledDecay = 0.1
+
+    def rate_factor(self, scale: Scale, group: Mapping[str, Any]) -> float:
+        return _adamw_factor(scale)
 
 
 class AdamConfig(_AdamConfig, frozen=True):
@@ -147,7 +176,7 @@ class AdafactorConfig(_TorchConfig, frozen=True):
     """Largest root mean square of an update before it is multiplied by the step size."""
 
 
-class MuonConfig(OptimizerConfig, frozen=True):
+class MuonConfig(GroupedConfig, frozen=True):
     """Orthogonalised momentum for matrices in layers, AdamW for other parameters (Jordan et al. 2024).
 
     Each matrix of each expert is orthogonalised by itself, the gate and up matrices separately. AdamW updates
@@ -180,27 +209,54 @@ class MuonConfig(OptimizerConfig, frozen=True):
         outside_layers: list[nn.Parameter] = []
         for name, parameter in decayed.items():
             if name.startswith(LAYERS):
-                num_fused = max(FUSED.get(part, 1) for part in name.split("."))
-                by_num_fused.setdefault(num_fused, []).append(parameter)
+                by_num_fused.setdefault(num_fused(name), []).append(parameter)
             else:
                 outside_layers.append(parameter)
         muon_options = self.model_dump(
             include={"weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"}
         )
         muon_options["lr"] = self.learning_rate
+        adamw_rate = self.adamw_learning_rate or self.learning_rate
+        groups = [
+            *(
+                {**muon_options, "num_fused": count, "params": matrices}
+                for count, matrices in by_num_fused.items()
+            ),
+            {"params": outside_layers, "weight_decay": self.weight_decay, "lr": adamw_rate},
+            {"params": list(undecayed.values()), "weight_decay": 0.0, "lr": adamw_rate},
+        ]
         return Muon(
-            [
-                *(
-                    {**muon_options, "num_fused": num_fused, "params": matrices}
-                    for num_fused, matrices in by_num_fused.items()
-                ),
-                {"params": outside_layers, "weight_decay": self.weight_decay},
-                {"params": list(undecayed.values()), "weight_decay": 0.0},
-            ],
-            lr=self.adamw_learning_rate or self.learning_rate,
+            refined_groups(groups, model, self),
+            lr=adamw_rate,
             betas=self.adamw_betas,
             eps=self.adamw_eps,
         )
+
+    def rate_factor(self, scale: Scale, group: Mapping[str, Any]) -> float:
+        if "num_fused" not in group:
+            return _adamw_factor(scale)
+        # The update's singular values are 1 times the factor of `adjust_lr_fn`; they should be
+        # proportional to sqrt(out / in) (Yang et al. 2023, arXiv:2310.17813, condition 1).
+        adjustment = partial(_adjustment, self.adjust_lr_fn)
+        return scale.multiplier * scale.growth(
+            lambda out, into: math.sqrt(out / into) / adjustment(out, into)
+        )
+
+
+def _adamw_factor(scale: Scale) -> float:
+    """Return the factor of AdamW, whose update does not depend on the size of the gradient.
+
+    All inputs of a matrix push its output the same way, so r times the inputs take 1 / r of the learning
+    rate (Yang et al. 2022, arXiv:2203.03466, table 3).
+    """
+    return scale.multiplier / scale.growth(lambda out, into: into)
+
+
+def _adjustment(adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
+    """Return the factor of the learning rate of a matrix under Muon; see `MuonConfig.adjust_lr_fn`."""
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1, num_rows / num_columns))
+    return 0.2 * math.sqrt(max(num_rows, num_columns))
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR:
@@ -234,6 +290,39 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
+def refined_groups(
+    groups: Sequence[Mapping[str, Any]], model: nn.Module, config: GroupedConfig
+) -> list[dict[str, Any]]:
+    """Split parameter groups by `config.groups` and by the learning rates of the model's parametrization.
+
+    A parametrization leaves the weight decay per step, learning rate times weight decay, as it is. Groups
+    with a factor keep it as `lr_factor`.
+
+    Args:
+        groups: `params`, `weight_decay`, and `lr` unless it is `config.learning_rate`.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    scales: Mapping[str, Scale] = getattr(model, "scales", {})
+    parts = parts_of(model)
+    refined: list[dict[str, Any]] = []
+    for group in groups:
+        members: dict[tuple[Part | None, float], list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            part = parts[name] if parts[name] in config.groups else None
+            factor = config.rate_factor(scales[name], group) if name in scales else None
+            members.setdefault((part, factor or 1.0), []).append(parameter)
+        for (part, factor), parameters in members.items() or [((None, 1.0), [])]:
+            options = GroupConfig() if part is None else config.groups[part]
+            decay = group["weight_decay"] if options.weight_decay is None else options.weight_decay
+            own = {**group, "params": parameters, "weight_decay": decay / factor}
+            if (total := factor * options.learning_rate_factor) != 1:
+                rate = group.get("lr", config.learning_rate)
+                own |= {"lr": rate * total, "lr_factor": total}
+            refined.append(own)
+    return refined
+
+
 def split_by_decay(
     model: nn.Module,
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
@@ -250,17 +339,11 @@ def split_by_decay(
     decayed: dict[str, nn.Parameter] = {}
     undecayed: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
-        group = decayed if is_matrix and id(parameter) not in embeddings else undecayed
+        has_decay = is_matrix(name, parameter) and id(parameter) not in embeddings
+        group = decayed if has_decay else undecayed
         group[name] = parameter
     return decayed, undecayed
 
-
-LAYERS = "layers."
-"""Prefix of the names of parameters in the layers of a decoder."""
-
-FUSED = {"gate_up": 2}
-"""Name of a parameter or of its module -> number of matrices that the parameter concatenates."""
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
@@ -310,10 +393,7 @@ class Muon(optim.AdamW):
 
             orthogonal = on_whole_matrices(orthogonalise, update, parameter)
         num_rows, num_columns = parameter.shape[-2] // num_fused, parameter.shape[-1]
-        if group["adjust_lr_fn"] == "original":
-            factor = math.sqrt(max(1, num_rows / num_columns))
-        else:
-            factor = 0.2 * math.sqrt(max(num_rows, num_columns))
+        factor = _adjustment(group["adjust_lr_fn"], num_rows, num_columns)
         local.mul_(1 - group["lr"] * group["weight_decay"])
         local.add_(orthogonal, alpha=-group["lr"] * factor)
 

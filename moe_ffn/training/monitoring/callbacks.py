@@ -130,7 +130,8 @@ class StepLogger(Checkpointed, Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         # At the end of the batch, the schedule has already set the rate of the next step.
-        self._learning_rate = optimizer.param_groups[0]["lr"]
+        first = optimizer.param_groups[0]
+        self._learning_rate = first["lr"] / first.get("lr_factor", 1.0)
 
     def on_train_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

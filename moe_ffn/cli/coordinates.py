@@ -1,0 +1,130 @@
+"""Check whether a learning rate transfers: how activations, and their changes in the first steps of training,
+depend on the size of a model.
+
+moe-ffn coordinates --config FILE [--sizes 64 128 256] [--option model.num_layers] [--html FILE]
+
+Each size is trained for a few steps at the full learning rate, on the same batches. Slope: the exponent a of
+values proportional to size^a. With slopes near 0, the best learning rate of the small model is that of the
+large one; model.parametrization completep sets initial weights and rates so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_ffn.cli.command_line import parse_flags
+from moe_ffn.cli.parser import Parser, check_output, whole, write_output
+from moe_ffn.config.base import MAX_COUNT
+from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.report.html import OPENING
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.coordinates import Coordinates, measure_coordinates
+
+
+def main(argv: Sequence[str]) -> int:
+    flags, config = parse_flags(argv, TrainConfig, command("coordinates"), _add_flags)
+    check_output("--html", flags.html, OPENING)
+    sizes = flags.sizes
+    if sizes is None:
+        if flags.option != "model.d_model":
+            raise ConfigError(
+                f"--option ({flags.option}): give its values with --sizes, such as --sizes 2 4 8"
+            )
+        sizes = [config.model.d_model * factor for factor in (1, 2, 4, 8)]
+    if len(set(sizes)) < 2:
+        raise ConfigError(
+            f"--sizes ({sizes[0]}): a slope needs two different sizes; give another"
+        )
+    found = measure_coordinates(config, flags.option, sizes, flags.steps)
+    console = Console(highlight=False)
+    console.print(
+        f"Root mean squares before training, and of their change in {flags.steps} steps, "
+        f"{config.optimizer.type}, {config.model.parametrization.type}"
+    )
+    console.print(_table(found))
+    console.print(_verdict(found), soft_wrap=True)
+    if flags.html is not None:
+        write_output("--html", flags.html, _page(found))
+        console.print(f"written: {flags.html}", soft_wrap=True)
+    return 0
+
+
+def _add_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--option",
+        default="model.d_model",
+        metavar="OPTION",
+        help="the option that sets the size, such as model.num_layers or model.ffn.num_experts (%(default)s)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=whole(1, MAX_COUNT),
+        nargs="+",
+        metavar="NUMBER",
+        help="values of the option (1, 2, 4 and 8 times model.d_model)",
+    )
+    parser.add_argument(
+        "--steps", type=whole(1, 1000), default=4, metavar="N", help="training steps (%(default)s)"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also draw activations and changes over the sizes"
+    )
+
+
+def _table(found: Coordinates) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for size in found.sizes:
+        table.add_column(f"{size:,g}", justify="right")
+    table.add_column("slope", justify="right")
+    for title, rows in (("before", found.activations), ("change", found.updates)):
+        for row, values in rows.items():
+            cells = (f"{value:.3g}" for value in values)
+            table.add_row(f"{row}, {title}", *cells, f"{found.slope(values):+.2f}")
+    return table
+
+
+def _verdict(found: Coordinates) -> str:
+    slopes = {row: found.slope(values) for row, values in found.updates.items()}
+    if any(map(math.isnan, slopes.values())):
+        return "A change is zero or not finite, so it has no slope: lower optimizer.learning_rate."
+    row = max(slopes, key=lambda name: abs(slopes[name]))
+    return (
+        f"The change that depends most on {found.option}: {row}, as {found.option}^{slopes[row]:+.2f} "
+        "(0: one learning rate fits all sizes)."
+    )
+
+
+def _page(found: Coordinates) -> str:
+    # Imported here, since the table does not need plotly.
+    from moe_ffn.report.drawing import curves_figure, scatter, style_of
+    from moe_ffn.report.plots import figures_page
+
+    figures: list[Any] = []
+    for title, rows in (
+        ("Activations before training", found.activations),
+        ("Change of the activations in the first steps", found.updates),
+    ):
+        traces = [
+            scatter(
+                row,
+                found.sizes,
+                values,
+                style_of(number),
+                "%{y:.3g}<extra>" + row + "</extra>",
+                f" {found.slope(values):+.2f}",
+                mode="lines+markers",
+            )
+            for number, (row, values) in enumerate(rows.items())
+        ]
+        log_axis = {"type": "log", "title": "root mean square"}
+        x_axis = {"type": "log", "title": found.option, "tickvals": list(found.sizes)}
+        note = "The legend has each line's slope, the exponent of the size: 0 is flat."
+        figures.append(curves_figure(traces, title, note, x_axis, log_axis))
+    return figures_page(f"Activations over {found.option}", figures)

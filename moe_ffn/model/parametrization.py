@@ -1,0 +1,274 @@
+"""Rules by which initial weights and learning rates follow the sizes of a model, and the parts of a model.
+
+No rule adds a factor to the forward pass: a factor in front of a weight is folded into its initial values
+and its learning rate, so that a trained model is exported like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import torch
+from pydantic import BeforeValidator, Field
+from torch import nn
+
+from moe_ffn.config.base import TaggedConfig
+from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.config.yaml_files import merge, nest_options, validate
+from moe_ffn.experts.matrices import MatrixExpertsConfig
+from moe_ffn.ffn.base import FFNConfig
+from moe_ffn.ffn.dense import ConvConfig, HiddenWidthConfig, IdentityConfig
+from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.routing.base import LinearRouterConfig
+
+if TYPE_CHECKING:
+    from moe_ffn.model.decoder import DecoderConfig
+
+# -- the parts of a model
+
+LAYERS = "layers."
+"""Prefix of the names of parameters in the layers of a decoder."""
+
+Part = Literal[
+    "embeddings", "attention", "router", "ffn_up", "ffn_down", "norms", "output", "other"
+]
+"""Part of a model with a learning rate of its own. `ffn_up` and `ffn_down` are the matrices into and out of
+the hidden units of experts, shared experts and dense blocks; `output` is an untied output matrix."""
+
+PARTS: tuple[Part, ...] = get_args(Part)
+
+_FUSED = {"gate_up": 2}
+"""Name of a parameter or of its module -> number of matrices that the parameter concatenates."""
+
+_FFN_PARTS: dict[str, Part] = {
+    "up": "ffn_up",
+    "gate": "ffn_up",
+    "gate_up": "ffn_up",
+    "down": "ffn_down",
+}
+
+
+def part_of(name: str, owner: nn.Module) -> Part:
+    """Return the part to which a parameter of a decoder belongs.
+
+    Args:
+        name: name of the parameter, such as `layers.0.ffn.experts.down`.
+        owner: the module that holds it.
+    """
+    words = [word.removesuffix("_bias") for word in name.split(".")]
+    if "Norm" in type(owner).__name__:
+        return "norms"
+    if "router" in words:
+        return "router"
+    if "attention" in words:
+        return "attention"
+    for word in words if name.startswith(LAYERS) else ():
+        if word in _FFN_PARTS:
+            return _FFN_PARTS[word]
+    if isinstance(owner, nn.Embedding) or words[0] == "mask_embedding":
+        return "embeddings"
+    return "output" if words[0] == "unembedding" else "other"
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """Return the part of each parameter, by name; a tied parameter appears once."""
+    modules = dict(model.named_modules())
+    names = (name for name, _ in model.named_parameters())
+    return {name: part_of(name, modules[name.rpartition(".")[0]]) for name in names}
+
+
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Return True for a matrix or a stack of matrices; stacked biases (E, F) are known by their names."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+def num_fused(name: str) -> int:
+    """Return the number of matrices that a parameter concatenates, one above the other."""
+    return max(_FUSED.get(word, 1) for word in name.split("."))
+
+
+# -- rules
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of a parameter beside those in the base model, from which its learning rate follows."""
+
+    multiplier: float = 1.0
+    """Factor in front of the parameter, folded into its initial values and its learning rate."""
+
+    shape: tuple[int, int] | None = None
+    """(outputs, inputs) of a matrix; None for a vector and for the rows of a table."""
+
+    base_shape: tuple[int, int] | None = None
+    """(outputs, inputs) of the matrix in the base model."""
+
+    def growth(self, function: Callable[[int, int], float]) -> float:
+        """Return a function of (outputs, inputs) divided by its value in the base model; 1 for a vector."""
+        if self.shape is None or self.base_shape is None:
+            return 1.0
+        return function(*self.shape) / function(*self.base_shape)
+
+    @property
+    def init(self) -> float:
+        """Factor of the standard initial values, which fall as 1 / sqrt(inputs).
+
+        A matrix gets a standard deviation proportional to min(1, sqrt(outputs / inputs)) / sqrt(inputs) (Yang
+        et al. 2023, arXiv:2310.17813): in a wider model, the logits of a router begin smaller.
+        """
+        return self.multiplier * self.growth(lambda out, into: min(1.0, math.sqrt(out / into)))
+
+
+class ParametrizationConfig(TaggedConfig, frozen=True):
+    """Rule by which initial weights and learning rates follow the sizes of a model."""
+
+    def unsupported_reason(self, model: DecoderConfig) -> str:
+        """Return the reason why a model cannot follow the rule, with an alternative; empty if it can."""
+        return ""
+
+    @abstractmethod
+    def scales(self, model: DecoderConfig, vocab_size: int, max_seq_len: int) -> dict[str, Scale]:
+        """Return name -> scale of the parameters whose initial values or learning rates change."""
+
+
+class StandardConfig(ParametrizationConfig, frozen=True):
+    """One learning rate for all parameters; weights are initialised as in `torch.nn`."""
+
+    type: Literal["standard"] = "standard"
+
+    def scales(self, model: DecoderConfig, vocab_size: int, max_seq_len: int) -> dict[str, Scale]:
+        return {}
+
+
+def _nested(value: Any) -> Any:
+    return nest_options(value.items()) if isinstance(value, dict) else value
+
+
+class CompletePConfig(ParametrizationConfig, frozen=True):
+    """Learning rates and initial weights that transfer from a small model, the base, to a larger one.
+
+    CompleteP (Dey et al. 2025, arXiv:2505.01618) with experts (arXiv:2508.09752, 2601.20205): a matrix with r
+    times the inputs of its counterpart in the base has 1 / r of the learning rate under AdamW. Under Muon,
+    the spectral norm of its update is proportional to sqrt(outputs / inputs) (arXiv:2310.17813). Each
+    sublayer's output is divided by the growth of the depth, the logits by the growth of the width, and
+    attention scores by that of the head width. Weight decay per step stays as it is. A model of the sizes of
+    the base is trained as with `standard`, to the bit.
+
+    The number of experts has no rule: each expert's matrices are scaled by their own widths, while the
+    weights of a token's experts sum to about 1. Keep k / num_experts, or set `renormalize`.
+    """
+
+    type: Literal["completep"] = "completep"
+    base: Annotated[dict[str, Any], BeforeValidator(_nested)] = Field(min_length=1)
+    """Sizes of the model for which the learning rate was chosen, as options of `model`: {d_model: 64,
+    num_layers: 4, ffn.num_experts: 8}. Other options are as in this model; name d_ff too if this model
+    does."""
+
+    def base_model(self, model: DecoderConfig) -> DecoderConfig:
+        """Return the model with the sizes of the base, with the same number of layers.
+
+        Raises:
+            ConfigError: the base is no valid model, or a part of the model has no known rule.
+        """
+        options = merge(model.to_dict() | {"parametrization": "standard"}, self.base)
+        options["num_layers"] = model.num_layers
+        return validate(type(model), options)
+
+    def depth(self, model: DecoderConfig) -> float:
+        """Return the number of layers relative to the base."""
+        return model.num_layers / self.base.get("num_layers", model.num_layers)
+
+    def unsupported_reason(self, model: DecoderConfig) -> str:
+        if model.norm_placement != "pre":
+            return f"needs norm_placement pre, got {model.norm_placement}; use standard"
+        for layer, ffn in enumerate(model.layer_ffns()):
+            if part := next(_unknown(ffn), None):
+                return f"has no rule for {part} in layer {layer}; use standard"
+        try:
+            self.base_model(model)
+        except ConfigError as error:
+            return f"needs another base: {first_line(error)}"
+        return ""
+
+    def scales(self, model: DecoderConfig, vocab_size: int, max_seq_len: int) -> dict[str, Scale]:
+        base = self.base_model(model)
+        plain = model.model_copy(update={"parametrization": StandardConfig()})
+        sizes = vocab_size, max_seq_len
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # the model's own weights are drawn as without a rule
+            own, small = plain.build_empty(*sizes), base.build_empty(*sizes)
+        shapes = {name: parameter.shape for name, parameter in small.named_parameters()}
+        parameters = dict(own.named_parameters())
+        if parameters.keys() != shapes.keys():
+            raise ConfigError(
+                "model.parametrization.base: must change sizes alone, but its model has other parameters "
+                f"({', '.join(sorted(parameters.keys() ^ shapes.keys())[:2])}); leave types as they are"
+            )
+        parts, multipliers = parts_of(own), dict(self._multipliers(model, base))
+        scales: dict[str, Scale] = {}
+        for name, parameter in parameters.items():
+            module = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias")
+            multiplier = multipliers.get(module) or multipliers.get(_within_layer(module), 1.0)
+            is_vector = parts[name] in ("embeddings", "output") or not is_matrix(name, parameter)
+            scales[name] = Scale(multiplier)
+            if not is_vector:
+                fused = num_fused(name)
+                (out, into), (base_out, base_into) = parameter.shape[-2:], shapes[name][-2:]
+                shape, base_shape = (out // fused, into), (base_out // fused, base_into)
+                scales[name] = Scale(multiplier, shape, base_shape)
+        return scales
+
+    def _multipliers(
+        self, model: DecoderConfig, base: DecoderConfig
+    ) -> Iterator[tuple[str, float]]:
+        """Yield (module or parameter, the factor in front of it); those of a layer begin with its part."""
+        width = model.d_model / base.d_model
+        # Scaled embeddings are multiplied by sqrt(d_model); their own values undo its growth.
+        embedding = width**-0.5 if model.scale_embeddings else 1.0
+        yield "embedding", embedding
+        yield "mask_embedding", embedding
+        yield "final_norm", 1 / width / (embedding if model.tie_embeddings else 1.0)
+        for module in (
+            "attention.output",
+            "ffn.down",
+            "ffn.experts.down",
+            "ffn.shared_expert.down",
+        ):
+            yield module, 1 / self.depth(model)
+        attention = model.attention
+        query = "attention.query_norm" if attention.norm_qk else "attention.query"
+        if (
+            attention.latent is not None
+        ):  # with a latent vector of queries, a matrix and a norm come before
+            query = f"attention.query.{0 if attention.latent.query_rank is None else 2}"
+        yield (
+            query,
+            math.sqrt(attention.score_width(base.d_model) / attention.score_width(model.d_model)),
+        )
+
+
+def _within_layer(module: str) -> str:
+    """Return `ffn.experts.down` for `layers.3.ffn.experts.down`; an empty text outside the layers."""
+    return module.split(".", 2)[-1] if module.startswith(LAYERS) else ""
+
+
+def _unknown(ffn: FFNConfig) -> Iterator[str]:
+    """Yield the options of a block that no rule covers."""
+    if isinstance(ffn, HiddenWidthConfig | IdentityConfig) and not isinstance(ffn, ConvConfig):
+        return
+    if not isinstance(ffn, MoEConfig):
+        yield f"type '{ffn.type}'"
+        return
+    if not isinstance(ffn.experts, MatrixExpertsConfig):
+        yield f"experts.type '{ffn.experts.type}'"
+    if not isinstance(ffn.router, LinearRouterConfig) and ffn.router.num_params(1, 1):
+        yield f"router.type '{ffn.router.type}'"
+    if ffn.zero_computation.total:
+        yield "zero_computation"
+    if ffn.shared_expert is not None:
+        yield from (f"shared_expert.{part}" for part in _unknown(ffn.shared_expert))

@@ -1,0 +1,141 @@
+"""Sizes of activations, and of their changes in the first steps of training, over the sizes of a model.
+
+If both stay as they are while the model grows, the best learning rate does too: the coordinate check of
+Yang et al. 2022 (arXiv:2203.03466, appendix D.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.config.yaml_files import merge, nest_options, validate
+from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.model.attention import LatentAttention, SelfAttention
+from moe_ffn.model.decoder import Block, Decoder
+from moe_ffn.routing.base import RouterLinear
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.timing import Training
+
+ROWS = ("embeddings", "attention", "router logits", "feed-forward", "residual stream", "logits")
+"""Activations that are measured, in the order of the forward pass."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Root mean squares of the activations of a model in several sizes, over layers, tokens and units."""
+
+    option: str
+    """The option that sets the size, such as `model.d_model`."""
+
+    sizes: tuple[float, ...]
+    """Its values."""
+
+    activations: Mapping[str, tuple[float, ...]]
+    """Row -> root mean square before training, for each size; rows without such an activation are absent."""
+
+    updates: Mapping[str, tuple[float, ...]]
+    """Row -> root mean square of the change in the steps, for each size."""
+
+    def slope(self, values: Sequence[float]) -> float:
+        """Return the exponent a of values proportional to size^a, by least squares of the logarithms."""
+        if not all(map(math.isfinite, values)) or min(values) <= 0:
+            return math.nan
+        return float(np.polyfit(np.log(self.sizes), np.log(values), 1)[0])
+
+
+def measure_coordinates(
+    config: TrainConfig, option: str, values: Sequence[Any], num_steps: int
+) -> Coordinates:
+    """Train a model in several sizes for a few steps at the full learning rate, and measure each.
+
+    All sizes have the seed of `config` and read the same batches. Their activations are measured on the
+    first batch.
+
+    Args:
+        option: dotted option of a training run, whose values are numbers.
+
+    Raises:
+        ConfigError: a value is wrong, or the corpus cannot be used.
+    """
+    constant = {"type": "constant", "warmup_steps": 0}
+    options = merge(config.to_dict(), {"optimizer": {"schedule": constant}})
+    configs = [
+        validate(TrainConfig, merge(options, nest_options([(option, value)]))) for value in values
+    ]
+    data = prepare(config.data)
+    before_and_change = [_measure(sized, data, num_steps) for sized in configs]
+    activations, updates = (
+        {row: tuple(sizes[row] for sizes in measured) for row in ROWS if row in measured[0]}
+        for measured in zip(*before_and_change, strict=True)
+    )
+    return Coordinates(option, tuple(map(float, values)), activations, updates)
+
+
+def _measure(
+    config: TrainConfig, data: PreparedData, num_steps: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    training = Training(config, data, torch.device("cpu"))
+    inputs = training.batches[0].input_ids
+    before = _activations(training.model, inputs)
+    for _ in range(num_steps):
+        training.step()
+    after = _activations(training.model, inputs)
+    change = {
+        row: [new - old for new, old in zip(after[row], before[row], strict=True)] for row in before
+    }
+    return (
+        {row: _rms(tensors) for row, tensors in before.items()},
+        {row: _rms(tensors) for row, tensors in change.items()},
+    )
+
+
+@torch.no_grad()
+def _activations(model: Decoder, inputs: Tensor) -> dict[str, list[Tensor]]:
+    """Return row -> the activations of all modules of that row, in evaluation."""
+    found: dict[str, list[Tensor]] = {}
+    handles = [
+        module.register_forward_hook(
+            lambda _module, _inputs, output, row=row: found.setdefault(row, []).append(
+                getattr(output, "hidden", output).float()
+            )
+        )
+        for row, module in _measured_modules(model)
+    ]
+    handles.append(
+        model.final_norm.register_forward_pre_hook(
+            lambda _module, inputs: found.setdefault("residual stream", []).append(
+                inputs[0].float()
+            )
+        )
+    )
+    model.eval()
+    try:
+        found["logits"] = [model(inputs).logits.float()]
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.train()
+    return found
+
+
+def _measured_modules(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    yield "embeddings", model.dropout  # after their factor
+    for module in model.modules():
+        if isinstance(module, SelfAttention | LatentAttention):
+            yield "attention", module
+        elif isinstance(module, RouterLinear):
+            yield "router logits", module
+        elif isinstance(module, Block):
+            yield "feed-forward", module.ffn
+
+
+def _rms(tensors: Sequence[Tensor]) -> float:
+    squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    return math.sqrt(squares / sum(tensor.numel() for tensor in tensors))

@@ -1,0 +1,319 @@
+"""Parametrizations and options of parts: formulas, an oracle with factors in the forward pass, refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from moe_ffn.config.yaml_files import nest_options, validate
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.model.parametrization import PARTS, parts_of
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.identity import fixed_options
+from moe_ffn.studies.coordinates import Coordinates, measure_coordinates
+from moe_ffn.training.optimizer import Muon
+from tests.helpers.cases import answers, cases, refuses
+
+MOE = {
+    "type": "moe",
+    "num_experts": 4,
+    "router": {"type": "top_k", "k": 2, "renormalize": True},
+    "experts": {"type": "swiglu", "bias": True},
+    "shared_expert": "dense",
+}
+COMPLETEP = {"type": "completep", "base": {"d_model": 16, "num_layers": 2}}
+VOCAB, LENGTH = 32, 8
+
+both = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+
+
+def config(**options: Any) -> TrainConfig:
+    """A model of width 64 and 4 layers, 4 and 2 times the base; options by path, with __ for a dot."""
+    given = {
+        "data.seq_len": LENGTH,
+        "model.d_model": 64,
+        "model.num_layers": 4,
+        "model.ffn": MOE,
+        **{path.replace("__", "."): value for path, value in options.items()},
+    }
+    return validate(TrainConfig, nest_options(given.items()))
+
+
+def build(config: TrainConfig) -> Decoder:
+    torch.manual_seed(0)
+    return config.model.build(VOCAB, LENGTH).double()
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 4) -> list[float]:
+    ids = torch.randint(VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    found: list[float] = []
+    for _ in range(num_steps):
+        logits = model(ids[:, :-1]).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+# -- completep
+
+
+@both
+def test_at_the_sizes_of_the_base_it_is_standard_to_the_bit(optimizer: str) -> None:
+    found: list[list[float]] = []
+    for rule in ("standard", COMPLETEP):
+        own = config(
+            model__d_model=16,
+            model__num_layers=2,
+            model__parametrization=rule,
+            optimizer__type=optimizer,
+        )
+        model = build(own)
+        found.append(losses(model, own.optimizer.build(model)))
+    assert found[0] == found[1]
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied and scaled": {"model.scale_embeddings": True},
+    "untied": {"model.tie_embeddings": False, "model.scale_embeddings": True},
+    "layer norm": {"model.norm": "layer_norm", "model.attention.bias": True},
+    "normed queries": {"model.attention.norm_qk": "head"},
+    "latent": {"model.attention.latent": {"kv_rank": 8, "rotated_dim": 4, "query_rank": 8}},
+}
+
+
+def explicit(own: TrainConfig, features: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same model with all factors in the forward pass, and with an optimizer for them.
+
+    Width grows by 4, depth by 2, a head by 4 (plus its 4 rotated units, if latent).
+    """
+    model = build(config(**features))
+    base = dict(build(config(model__d_model=16, **features)).named_parameters())
+    is_muon, rate, decay = own.optimizer.type == "muon", 0.0625, 0.125
+    groups: list[dict[str, Any]] = []
+    for name, parameter in model.named_parameters():
+        fused = 2 if "gate_up" in name else 1
+        is_matrix = parameter.ndim > 1 and not name.endswith("bias") and "embedding" not in name
+        group: dict[str, Any] = {"params": [parameter], "lr": rate, "weight_decay": 0.0}
+        if is_matrix:
+            (out, into), (out_0, into_0) = (
+                (p.shape[-2] / fused, p.shape[-1]) for p in (parameter, base[name])
+            )
+            parameter.data *= min(1, out / into) ** 0.5 / min(1, out_0 / into_0) ** 0.5
+            if is_muon:
+                group["lr"] *= (out / into / max(out, into)) ** 0.5
+                group["lr"] /= (out_0 / into_0 / max(out_0, into_0)) ** 0.5
+                group |= {"num_fused": fused, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+                group["adjust_lr_fn"] = "match_rms_adamw"
+            else:
+                group["lr"] /= into / into_0
+            group["weight_decay"] = decay * rate / group["lr"]
+        elif name == "unembedding.weight":
+            group["weight_decay"] = decay
+        groups.append(group)
+    kind = Muon if is_muon else torch.optim.AdamW
+    optimizer = kind(groups, lr=rate, betas=(0.9, 0.95), eps=1e-30)
+
+    def times(module: nn.Module, factor: float) -> None:
+        module.register_forward_hook(
+            lambda _module, _inputs, output: (
+                output * factor
+                if isinstance(output, torch.Tensor)
+                else replace(output, hidden=output.hidden * factor)
+            )
+        )
+
+    if model.config.scale_embeddings:
+        model.embedding_scale /= 2
+    times(model.unembedding, 1 / 4)
+    for layer in model.layers:
+        times(layer.attention, 1 / 2)
+        times(layer.ffn, 1 / 2)
+        # Scores are divided by the width of a head, in the base by its square root.
+        wide, narrow = (20, 8) if model.config.attention.latent else (16, 4)
+        attention = layer.attention
+        normed = getattr(attention, "query_norm", None)
+        times(normed or attention.query, math.sqrt(narrow / wide))
+    return model, optimizer
+
+
+QUICK = {f"{name} with adamw" for name in FEATURES} | {"tied and scaled with muon"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "features"),
+    cases(
+        {
+            f"{name} with {optimizer}": (optimizer, features)
+            for name, features in FEATURES.items()
+            for optimizer in ("adamw", "muon")
+        },
+        quick=QUICK,
+    ),
+)
+def test_training_equals_factors_in_the_forward_pass(
+    optimizer: str, features: dict[str, Any]
+) -> None:
+    options = {"type": optimizer, "learning_rate": 0.0625, "weight_decay": 0.125}
+    options |= {"adamw_eps": 1e-30} if optimizer == "muon" else {"eps": 1e-30}
+    own = config(**features, optimizer=options, model__parametrization=COMPLETEP)
+    folded = build(own)
+    found = losses(folded, own.optimizer.build(folded))
+    # Muon rounds to bfloat16, where only factors that are powers of two leave the rest as it is.
+    tolerance = 1e-7 if optimizer == "adamw" else 2e-3
+    assert found == pytest.approx(losses(*explicit(own, features)), rel=tolerance)
+    assert found[-1] < found[0] - 0.05
+
+
+def measured(rule: Any, optimizer: str) -> Coordinates:
+    own = config(
+        data__batch_size=4,
+        data__seq_len=64,
+        data__tokenizer={"type": "bpe", "vocab_size": 512},
+        data__corpus={"type": "text", "paths": ["README.md"]},
+        model__d_model=32,
+        model__num_layers=2,
+        model__scale_embeddings=True,
+        model__ffn={**MOE, "shared_expert": None},
+        model__parametrization=rule,
+        optimizer__type=optimizer,
+    )
+    return measure_coordinates(own, "model.d_model", [32, 64, 128], num_steps=5)
+
+
+@both
+def test_changes_of_activations_keep_their_sizes_over_widths(optimizer: str) -> None:
+    rule = {"type": "completep", "base": {"d_model": 32}}
+    standard, own = measured("standard", optimizer), measured(rule, optimizer)
+    slopes = {row: own.slope(values) for row, values in own.updates.items()}
+    # At first a router's logits change with its input, through initial weights that are smaller in a wider
+    # model; its own updates take over later.
+    assert slopes.pop("router logits") == pytest.approx(-0.5, abs=0.3)
+    assert all(abs(slope) < 0.25 for slope in slopes.values()), slopes
+    assert standard.slope(standard.updates["logits"]) > 0.5
+
+
+def test_slopes_are_exponents() -> None:
+    sizes = (2.0, 4.0, 8.0)
+    rows = {"up": (3.0, 6.0, 12.0), "none": (1.0, 0.0, 1.0)}
+    found = Coordinates("model.d_model", sizes, rows, rows)
+    assert found.slope(rows["up"]) == pytest.approx(1.0)
+    assert math.isnan(found.slope(rows["none"]))
+
+
+# -- options of parts
+
+
+def test_every_parameter_belongs_to_a_part() -> None:
+    model = build(config(model__tie_embeddings=False, model__positions="learned"))
+    found = parts_of(model)
+    expected = {
+        "embedding.weight": "embeddings",
+        "positions.table.weight": "embeddings",
+        "unembedding.weight": "output",
+        "final_norm.weight": "norms",
+        "layers.0.attention.query.weight": "attention",
+        "layers.0.attention_norm.weight": "norms",
+        "layers.0.ffn.router.projection.weight": "router",
+        "layers.0.ffn.experts.gate_up": "ffn_up",
+        "layers.0.ffn.experts.gate_up_bias": "ffn_up",
+        "layers.0.ffn.experts.down": "ffn_down",
+        "layers.0.ffn.shared_expert.up.weight": "ffn_up",
+        "layers.0.ffn.shared_expert.down.weight": "ffn_down",
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert set(found.values()) <= set(PARTS)
+    assert len(found) == len(list(model.parameters()))
+
+
+GROUPS = {"router": {"learning_rate_factor": 0.5}, "norms": {"weight_decay": 0.25}}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "adafactor", "muon"])
+def test_a_part_has_its_own_rate_and_decay(optimizer: str) -> None:
+    plain, own = (
+        config(optimizer={"type": optimizer, "learning_rate": 0.5, "groups": groups})
+        for groups in ({}, GROUPS)
+    )
+    model = build(own)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    before, after = (
+        {
+            names[id(parameter)]: (group["lr"], group["weight_decay"])
+            for group in each.optimizer.build(model).param_groups
+            for parameter in group["params"]
+        }
+        for each in (plain, own)
+    )
+    for name, part in parts_of(model).items():
+        rate, decay = before[name]
+        expected = {"router": (rate / 2, decay), "norms": (rate, 0.25)}.get(part, (rate, decay))
+        assert after[name] == expected, name
+
+
+def test_a_resumed_run_may_change_the_options_of_its_parts_but_not_which() -> None:
+    one, other = (
+        fixed_options(config(optimizer__groups={"router": {"learning_rate_factor": factor}}))
+        for factor in (0.5, 2.0)
+    )
+    assert one == other
+    assert one["optimizer"] == {"type": "muon", "groups": ["router"]}
+    assert fixed_options(config())["optimizer"] == {"type": "muon"}
+
+
+REFUSED = """
+{optimizer.type: sgd}
+    model.parametrization.type ('completep') has no rule for optimizer.type ('sgd'); use adamw or muon, or
+    parametrization standard
+{model.norm_placement: post}
+    model: parametrization.type ('completep') needs norm_placement pre, got post; use standard
+{model.parametrization.base.d_model: 18}
+    model: parametrization.type ('completep') needs another base: attention.num_heads (4) must divide d_model
+    (18), or set attention.head_dim
+{model.parametrization.base.width: 8}
+    model: parametrization.type ('completep') needs another base: width: unknown
+{model.parametrization: completep}
+    model.parametrization.base: missing; this option has no default
+{model.ffn: {type: conv}}
+    model: parametrization.type ('completep') has no rule for type 'conv' in layer 0; use standard
+{model.ffn.router: {type: product_key, d_query: 8}}
+    model: parametrization.type ('completep') has no rule for router.type 'product_key' in layer 0; use
+    standard
+{model.ffn.experts: {type: normed, output: {}}}
+    model: parametrization.type ('completep') has no rule for experts.type 'normed' in layer 0; use standard
+{model.ffn.zero_computation.num_copy: 1}
+    model: parametrization.type ('completep') has no rule for zero_computation in layer 0; use standard
+{model.ffn.shared_expert: conv}
+    model: parametrization.type ('completep') has no rule for shared_expert.type 'conv' in layer 0; use
+    standard
+{optimizer.groups.routers: {}}
+    optimizer.groups.routers: must be one of 'embeddings', 'attention', 'router', 'ffn_up', 'ffn_down',
+    'norms', 'output' or 'other', got 'routers'
+{optimizer.groups.router.learning_rate_factor: 0}
+    optimizer.groups.router.learning_rate_factor: must be greater than 0.0, got 0
+"""
+
+
+@pytest.mark.parametrize(("options", "message"), answers(REFUSED))
+def test_what_has_no_rule_is_refused_by_path(options: str, message: str) -> None:
+    given = {"model.parametrization": COMPLETEP, **yaml.safe_load(options)}
+    refuses(lambda: config(**given), message)
+
+
+def test_a_base_may_change_sizes_alone() -> None:
+    base = {"d_model": 16, "ffn.shared_expert": None}
+    own = config(model__parametrization={"type": "completep", "base": base})
+    refuses(
+        lambda: build(own),
+        "model.parametrization.base: must change sizes alone, but its model has other parameters "
+        "(layers.0.ffn.shared_expert.down.weight, layers.0.ffn.shared_expert.up.weight); leave types as",
+    )
