@@ -3,9 +3,10 @@ depend on the size of a model.
 
 moe-ffn coordinates --config FILE [--sizes 64 128 256] [--option model.num_layers] [--html FILE]
 
-Each size is trained for a few steps at the full learning rate, on the same batches. Slope: the exponent a of
-values proportional to size^a. With slopes near 0, the best learning rate of the small model is that of the
-large one; model.parametrization completep sets initial weights and rates so.
+Each size is trained for a few steps at the full learning rate, on the same batches. The slope is the exponent
+a of values proportional to size^a. If the changes of the residual stream and of the logits have slopes near
+0, the best learning rate of the small model is that of the large one. model.parametrization.type completep
+sets initial weights and rates so.
 """
 
 from __future__ import annotations
@@ -38,9 +39,7 @@ def main(argv: Sequence[str]) -> int:
             )
         sizes = [config.model.d_model * factor for factor in (1, 2, 4, 8)]
     if len(set(sizes)) < 2:
-        raise ConfigError(
-            f"--sizes ({sizes[0]}): a slope needs two different sizes; give another"
-        )
+        raise ConfigError(f"--sizes ({sizes[0]}): a slope needs two different sizes; give another")
     found = measure_coordinates(config, flags.option, sizes, flags.steps)
     console = Console(highlight=False)
     console.print(
@@ -91,13 +90,17 @@ def _table(found: Coordinates) -> Table:
 
 
 def _verdict(found: Coordinates) -> str:
-    slopes = {row: found.slope(values) for row, values in found.updates.items()}
+    slopes = {
+        row: found.slope(found.updates[row])
+        for row in ("residual stream", "router logits", "logits")
+        if row in found.updates
+    }
     if any(map(math.isnan, slopes.values())):
         return "A change is zero or not finite, so it has no slope: lower optimizer.learning_rate."
-    row = max(slopes, key=lambda name: abs(slopes[name]))
+    parts = ", ".join(f"{row} {slope:+.2f}" for row, slope in slopes.items())
     return (
-        f"The change that depends most on {found.option}: {row}, as {found.option}^{slopes[row]:+.2f} "
-        "(0: one learning rate fits all sizes)."
+        f"Change as a power of {found.option}: {parts}. With 0, one learning rate fits all sizes. Outputs "
+        "of attention and feed-forward blocks may fall as layers are added: their sum counts."
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import yaml
 from torch import nn
 
+from moe_ffn.cli import coordinates
 from moe_ffn.config.yaml_files import nest_options, validate
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.parametrization import PARTS, parts_of
@@ -208,6 +211,41 @@ def test_slopes_are_exponents() -> None:
     found = Coordinates("model.d_model", sizes, rows, rows)
     assert found.slope(rows["up"]) == pytest.approx(1.0)
     assert math.isnan(found.slope(rows["none"]))
+
+
+SMALL = [
+    *("--data.seq_len=16", "--data.batch_size=2", "--data.corpus.type=text"),
+    *("--data.corpus.paths=[README.md]", "--model.d_model=8", "--model.num_layers=1"),
+]
+
+
+def test_the_program_prints_slopes_and_draws_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    typed = ["--option", "model.num_layers", "--sizes", "1", "2", "--steps", "1"]
+    assert coordinates.main([*SMALL, *typed, "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"residual stream, change +\d\S* +\d\S* +[+-]\d\.\d\d\n", printed)
+    assert "Change as a power of model.num_layers: residual stream " in printed
+    assert "Change of the activations in the first steps" in page.read_text(encoding="utf-8")
+
+
+MISTAKES = """
+--sizes 8
+    --sizes (8): a slope needs two different sizes; give another
+--option model.num_layers
+    --option (model.num_layers): give its values with --sizes, such as --sizes 2 4 8
+--option model.widht --sizes 1 2
+    model.widht: unknown
+--sizes 8 9
+    model: attention.num_heads (4) must divide d_model (9), or set attention.head_dim
+"""
+
+
+@pytest.mark.parametrize(("typed", "message"), answers(MISTAKES))
+def test_a_wrong_size_is_refused(typed: str, message: str) -> None:
+    refuses(lambda: coordinates.main([*SMALL, *typed.split()]), message)
 
 
 # -- options of parts
