@@ -86,6 +86,7 @@ OF_COUPLED: dict[str, Any] = {"bias_rule": "global_quantile", "coupling": {"alph
 FLOAT32 = 1e-5
 
 
+COMPLETEP = {"type": "completep", "base": {"d_model": 8, "num_layers": 1}}
 SGD = {"type": "sgd", "learning_rate": 0.1, "momentum": 0.0}
 
 
@@ -97,12 +98,18 @@ def step_of(
     optimizer: dict[str, Any] = SGD,
     device: str = "cpu",
     teacher: str | None = None,
+    parametrization: Any = "standard",
 ) -> TrainConfig:
     """One step on so many small batches, by so many ranks at a time, of layers with these blocks."""
     ffn, *others = [BLOCKS[block] for block in blocks.split()]
     ffn_at = {str(layer): other for layer, other in enumerate(others, start=1)}
     return make_config(
-        model={"num_layers": 1 + max(1, len(others)), "ffn": ffn, "ffn_at": ffn_at},
+        model={
+            "num_layers": 1 + max(1, len(others)),
+            "ffn": ffn,
+            "ffn_at": ffn_at,
+            "parametrization": parametrization,
+        },
         objective={
             **(OF_COUPLED if blocks == COUPLED else OBJECTIVE),
             "distill": teacher and {"teacher": teacher},
@@ -264,7 +271,8 @@ def test_ranks_begin_with_the_weights_of_one_process_or_those_given(
         ("DDP 2", "32-true", True),
         ("EP 2", "32-true", True),
     ]
-    together, alone = (step_of(make_config, "shared", n, 2) for n in (2, 1))
+    rule: dict[str, Any] = {"optimizer": {"type": "adamw"}, "parametrization": COMPLETEP}
+    together, alone = (step_of(make_config, "shared", n, 2, **rule) for n in (2, 1))
     precisions = ["32-true", "bf16-true"]
     of_one = first_weights(0, alone, [("1", precision, {}) for precision in precisions], tmp_path)
     drawn = dict(zip(precisions, of_one, strict=True))
@@ -326,17 +334,24 @@ def test_muon_turns_whole_matrices_that_are_sharded(
 ) -> None:
     """Of parts each becomes another matrix, as far away as the step is long."""
     muon = {"type": "muon", "learning_rate": 0.1}
-    together, alone = (step_of(make_config, "shared few", n, 4, muon) for n in (4, 1))
-    given = {"": together}, LAYOUTS["EP 2 x FSDP 2"], tmp_path
-    first, *_ = on_ranks(4, tmp_path, steps_on_a_rank, *given)
+    rules = {"shared few": "standard", "shared dropless": COMPLETEP}
+    together, alone = (
+        {
+            blocks: step_of(make_config, blocks, n, 4, muon, parametrization=rule)
+            for blocks, rule in rules.items()
+        }
+        for n in (4, 1)
+    )
+    first, *_ = on_ranks(4, tmp_path, steps_on_a_rank, together, LAYOUTS["EP 2 x FSDP 2"], tmp_path)
 
-    start = KeepFirstWeights()
-    fit(alone, tmp_path, Layout(), start)
-    for key, value in first_gradient(alone, tmp_path).items():
-        name = key.removesuffix(" after")
-        if name != key and (moved := (value - start.weights[name]).norm()):
-            # Its products are in bfloat16, where a gradient's last digit may turn a small direction.
-            assert (first[""][key] - value).norm() < 0.05 * moved, key
+    for blocks, config in alone.items():
+        start = KeepFirstWeights()
+        fit(config, tmp_path, Layout(), start)
+        for key, value in first_gradient(config, tmp_path).items():
+            name = key.removesuffix(" after")
+            if name != key and (moved := (value - start.weights[name]).norm()):
+                # Its products are in bfloat16, where a gradient's last digit may turn a small direction.
+                assert (first[blocks][key] - value).norm() < 0.05 * moved, (blocks, key)
 
 
 def peak_of_training(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> int:
