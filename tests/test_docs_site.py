@@ -15,8 +15,7 @@ import pytest
 
 import moe_ffn
 from moe_ffn.cli.__main__ import PROGRAMS, run
-from moe_ffn.config.option_tree import Option, members_of, option_tree
-from moe_ffn.config.yaml_files import merge
+from moe_ffn.config.option_tree import Option, members_of, merge, option_tree
 from moe_ffn.runs.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Checks of a custom block, router or kind of expert; training calls them too.
     "testing": FOUNDATION | {"routing", "dispatch", "experts", "ffn"},
     # Level 2: a model, its training, a run's folder and what is read back from it.
-    "model": FOUNDATION | {"ffn", "routing"},
+    "model": FOUNDATION | {"experts", "ffn", "routing"},
     "parallel": FOUNDATION | {"dispatch", "experts", "model", "ffn", "routing"},
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,

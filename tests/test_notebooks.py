@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import moe_ffn
-from moe_ffn.config.yaml_files import merge
+from moe_ffn.config.option_tree import merge
 
 DOCS = Path(__file__).parents[1] / "docs"
 PATHS = sorted((DOCS / "notebooks").glob("*.ipynb"))

@@ -16,8 +16,7 @@ import torch
 
 import moe_ffn
 from moe_ffn.cli.train import parse
-from moe_ffn.config.option_tree import members_of
-from moe_ffn.config.yaml_files import merge
+from moe_ffn.config.option_tree import members_of, merge
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.routing import RouterConfig
 from tests.helpers.cases import python_with

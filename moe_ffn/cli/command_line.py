@@ -24,19 +24,13 @@ from moe_ffn.config.option_tree import (
     Option,
     first_sentence,
     members_of,
+    merge,
     nearest_options,
+    nest_options,
     option_tree,
     show_value,
 )
-from moe_ffn.config.yaml_files import (
-    RootConfig,
-    merge,
-    nest_options,
-    parse_value,
-    read_yaml,
-    to_yaml,
-    validate,
-)
+from moe_ffn.config.yaml_files import RootConfig, parse_value, read_yaml, to_yaml, validate
 
 EVERYTHING = "all"
 """Argument of `--help` that shows all sections."""

@@ -39,7 +39,8 @@ from moe_ffn.cli.results import plain_values
 from moe_ffn.config import trust
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.config.yaml_files import merge, read_yaml, validate
+from moe_ffn.config.option_tree import merge
+from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.prepare import DataConfig, prepare, validation_batches
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer

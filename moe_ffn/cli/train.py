@@ -20,7 +20,8 @@ from moe_ffn.config import trust
 from moe_ffn.config.environment import check_environment, is_first_rank
 from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.config.import_path import explaining_custom_errors
-from moe_ffn.config.yaml_files import merge, read_yaml, validate
+from moe_ffn.config.option_tree import merge
+from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.report.html import compact

@@ -1,8 +1,8 @@
-"""Tree of the options of a config: each with its dotted path, value and help text."""
+"""Options by dotted path: the tree of a config with help texts, differences, and merged mappings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -321,3 +321,46 @@ def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+# -- merging
+
+
+def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `update` into `base`, mapping by mapping.
+
+    A mapping with another `type` replaces the old one, so that no option of the old type remains.
+    """
+    merged = dict(base)
+    for key, new in update.items():
+        old = _as_options(merged.get(key)) if isinstance(new, Mapping | str) else None
+        if old is None:
+            merged[key] = new
+        elif isinstance(new, str):
+            # `ffn: moe` keeps the options of an MoE that is already there.
+            merged[key] = merged[key] if new == old.get("type") else new
+        else:
+            is_other_type = "type" in old and new.get("type", old["type"]) != old["type"]
+            merged[key] = new if is_other_type else merge(old, new)
+    return merged
+
+
+def nest_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Nest (dotted key, value) pairs; a later pair overrides an earlier one.
+
+    An option inside a mapping overrides the mapping in any order: `--model.ffn.d_ff 64 --model.ffn swiglu`
+    sets both.
+    """
+    result: dict[str, Any] = {}
+    for path, value in sorted(options, key=lambda option: option[0].count(".")):
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        result = merge(result, value)
+    return result
+
+
+def _as_options(value: Any) -> Mapping[str, Any] | None:
+    """Return a mapping unchanged, and `swiglu` as `{type: swiglu}`; None for any other value."""
+    if isinstance(value, str):
+        return {"type": value}
+    return value if isinstance(value, Mapping) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,46 +44,6 @@ def validate(root: type[RootConfig], options: Mapping[str, Any], where: str = ""
 
         prefix = f"{where}: " if where else ""
         raise ConfigError("\n".join(prefix + line for line in explain(error, unknown))) from error
-
-
-def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `update` into `base`, mapping by mapping.
-
-    A mapping with another `type` replaces the old one, so that no option of the old type remains.
-    """
-    merged = dict(base)
-    for key, new in update.items():
-        old = _as_options(merged.get(key)) if isinstance(new, Mapping | str) else None
-        if old is None:
-            merged[key] = new
-        elif isinstance(new, str):
-            # `ffn: moe` keeps the options of an MoE that is already there.
-            merged[key] = merged[key] if new == old.get("type") else new
-        else:
-            is_other_type = "type" in old and new.get("type", old["type"]) != old["type"]
-            merged[key] = new if is_other_type else merge(old, new)
-    return merged
-
-
-def nest_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Nest (dotted key, value) pairs; a later pair overrides an earlier one.
-
-    An option inside a mapping overrides the mapping in any order: `--model.ffn.d_ff 64 --model.ffn swiglu`
-    sets both.
-    """
-    result: dict[str, Any] = {}
-    for path, value in sorted(options, key=lambda option: option[0].count(".")):
-        for key in reversed(path.split(".")):
-            value = {key: value}
-        result = merge(result, value)
-    return result
-
-
-def _as_options(value: Any) -> Mapping[str, Any] | None:
-    """Return a mapping unchanged, and `swiglu` as `{type: swiglu}`; None for any other value."""
-    if isinstance(value, str):
-        return {"type": value}
-    return value if isinstance(value, Mapping) else None
 
 
 def read_yaml(path: Path, where: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError, first_line
-from moe_ffn.config.yaml_files import merge, nest_options, validate
+from moe_ffn.config.option_tree import merge, nest_options
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn.base import FFNConfig
 from moe_ffn.ffn.dense import ConvConfig, HiddenWidthConfig, IdentityConfig
@@ -176,7 +176,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
         """
         options = merge(model.to_dict() | {"parametrization": "standard"}, self.base)
         options["num_layers"] = model.num_layers
-        return validate(type(model), options)
+        return type(model)(**options)
 
     def depth(self, model: DecoderConfig) -> float:
         """Return the number of layers relative to the base."""

@@ -14,7 +14,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
 from moe_ffn.config.import_path import FileTag
-from moe_ffn.config.yaml_files import merge, nest_options, read_yaml, validate
+from moe_ffn.config.option_tree import merge, nest_options
+from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.runs.config import TrainConfig, folder_name_problem
 from moe_ffn.runs.folder import named_run_folder, output_dir

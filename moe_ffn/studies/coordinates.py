@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.config.yaml_files import merge, nest_options, validate
+from moe_ffn.config.option_tree import merge, nest_options
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.model.attention import LatentAttention, SelfAttention
 from moe_ffn.model.decoder import Block, Decoder

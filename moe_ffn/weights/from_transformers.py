@@ -18,7 +18,8 @@ from torch import Tensor
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
-from moe_ffn.config.yaml_files import nest_options, validate
+from moe_ffn.config.option_tree import nest_options
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.families import FAMILIES, OUTSIDE_LAYERS, Family

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from moe_ffn.cli.command_line import parse_config, parse_overrides
-from moe_ffn.config.yaml_files import merge, to_yaml
+from moe_ffn.config.option_tree import merge
+from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.optimizer import MuonConfig

@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from moe_ffn.config.base import Config, TaggedConfig
-from moe_ffn.config.yaml_files import merge
+from moe_ffn.config.option_tree import merge
 
 NAN, INFINITE = float("nan"), float("inf")
 WRONG: dict[Any, tuple[Any, ...]] = {

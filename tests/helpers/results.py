@@ -7,7 +7,8 @@ from copy import deepcopy
 from functools import cache
 from typing import Any
 
-from moe_ffn.config.yaml_files import merge, nest_options, validate
+from moe_ffn.config.option_tree import merge, nest_options
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.result import Curve, Outcome, RunResult

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from moe_ffn.config.yaml_files import merge
+from moe_ffn.config.option_tree import merge
 from moe_ffn.runs.config import TrainConfig
 
 MEASURES = (

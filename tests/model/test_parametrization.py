@@ -14,7 +14,8 @@ import yaml
 from torch import nn
 
 from moe_ffn.cli import coordinates
-from moe_ffn.config.yaml_files import nest_options, validate
+from moe_ffn.config.option_tree import nest_options
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.parametrization import PARTS, parts_of
 from moe_ffn.runs.config import TrainConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.config.yaml_files import nest_options
+from moe_ffn.config.option_tree import nest_options
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import read_run
 from moe_ffn.runs.rows import Series
