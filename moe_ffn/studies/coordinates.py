@@ -101,19 +101,17 @@ def _measure(
 def _activations(model: Decoder, inputs: Tensor) -> dict[str, list[Tensor]]:
     """Return row -> the activations of all modules of that row, in evaluation."""
     found: dict[str, list[Tensor]] = {}
+
+    def keep(row: str, activation: Any) -> None:
+        found.setdefault(row, []).append(getattr(activation, "hidden", activation).float())
+
     handles = [
-        module.register_forward_hook(
-            lambda _module, _inputs, output, row=row: found.setdefault(row, []).append(
-                getattr(output, "hidden", output).float()
-            )
-        )
+        module.register_forward_hook(lambda _, inputs, output, row=row: keep(row, output))
         for row, module in _measured_modules(model)
     ]
     handles.append(
         model.final_norm.register_forward_pre_hook(
-            lambda _module, inputs: found.setdefault("residual stream", []).append(
-                inputs[0].float()
-            )
+            lambda _, inputs: keep("residual stream", inputs[0])
         )
     )
     model.eval()

@@ -127,14 +127,13 @@ def explicit(own: TrainConfig, features: dict[str, Any]) -> tuple[nn.Module, tor
     kind = Muon if is_muon else torch.optim.AdamW
     optimizer = kind(groups, lr=rate, betas=(0.9, 0.95), eps=1e-30)
 
-    def times(module: nn.Module, factor: float) -> None:
-        module.register_forward_hook(
-            lambda _module, _inputs, output: (
-                output * factor
-                if isinstance(output, torch.Tensor)
-                else replace(output, hidden=output.hidden * factor)
-            )
-        )
+    def times(module: Any, factor: float) -> None:
+        def scaled(_module: Any, _inputs: Any, output: Any) -> Any:
+            if isinstance(output, torch.Tensor):
+                return output * factor
+            return replace(output, hidden=output.hidden * factor)
+
+        module.register_forward_hook(scaled)
 
     if model.config.scale_embeddings:
         model.embedding_scale /= 2
@@ -144,7 +143,7 @@ def explicit(own: TrainConfig, features: dict[str, Any]) -> tuple[nn.Module, tor
         times(layer.ffn, 1 / 2)
         # Scores are divided by the width of a head, in the base by its square root.
         wide, narrow = (20, 8) if model.config.attention.latent else (16, 4)
-        attention = layer.attention
+        attention: Any = layer.attention
         normed = getattr(attention, "query_norm", None)
         times(normed or attention.query, math.sqrt(narrow / wide))
     return model, optimizer
