@@ -28,10 +28,12 @@ MOE = {
     "type": "moe",
     "num_experts": 4,
     "router": {"type": "top_k", "k": 2, "renormalize": True},
-    "experts": {"type": "swiglu", "bias": True},
+    # Narrower than the model, and finer than those of the base.
+    "experts": {"type": "swiglu", "bias": True, "d_ff": 40},
     "shared_expert": "dense",
 }
-COMPLETEP = {"type": "completep", "base": {"d_model": 16, "num_layers": 2}}
+BASE = {"d_model": 16, "num_layers": 2, "ffn.experts.d_ff": 12}
+COMPLETEP = {"type": "completep", "base": BASE}
 VOCAB, LENGTH = 32, 8
 
 both = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -75,8 +77,7 @@ def test_at_the_sizes_of_the_base_it_is_standard_to_the_bit(optimizer: str) -> N
     found: list[list[float]] = []
     for rule in ("standard", COMPLETEP):
         own = config(
-            model__d_model=16,
-            model__num_layers=2,
+            **{f"model.{option}": size for option, size in BASE.items()},
             model__parametrization=rule,
             optimizer__type=optimizer,
         )
@@ -101,7 +102,8 @@ def explicit(own: TrainConfig, features: dict[str, Any]) -> tuple[nn.Module, tor
     Width grows by 4, depth by 2, a head by 4 (plus its 4 rotated units, if latent).
     """
     model = build(config(**features))
-    base = dict(build(config(model__d_model=16, **features)).named_parameters())
+    small = {f"model.{option}": size for option, size in BASE.items()} | {"model.num_layers": 4}
+    base = dict(build(config(**small, **features)).named_parameters())
     is_muon, rate, decay = own.optimizer.type == "muon", 0.0625, 0.125
     groups: list[dict[str, Any]] = []
     for name, parameter in model.named_parameters():
@@ -186,7 +188,7 @@ def measured(rule: Any, optimizer: str) -> Coordinates:
         model__d_model=32,
         model__num_layers=2,
         model__scale_embeddings=True,
-        model__ffn={**MOE, "shared_expert": None},
+        model__ffn={**MOE, "shared_expert": None, "experts": "swiglu"},
         model__parametrization=rule,
         optimizer__type=optimizer,
     )
