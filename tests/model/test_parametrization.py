@@ -35,6 +35,9 @@ MOE = {
 BASE = {"d_model": 16, "num_layers": 2, "ffn.experts.d_ff": 12}
 COMPLETEP = {"type": "completep", "base": BASE}
 VOCAB, LENGTH = 32, 8
+EPS = 1e-11
+"""Above the rounding of gradients that are zero, such as those of experts that no token chooses, and far below
+all others."""
 
 both = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
@@ -127,7 +130,7 @@ def explicit(own: TrainConfig, features: dict[str, Any]) -> tuple[nn.Module, tor
             group["weight_decay"] = decay
         groups.append(group)
     kind = Muon if is_muon else torch.optim.AdamW
-    optimizer = kind(groups, lr=rate, betas=(0.9, 0.95), eps=1e-30)
+    optimizer = kind(groups, lr=rate, betas=(0.9, 0.95), eps=EPS)
 
     def times(module: Any, factor: float) -> None:
         def scaled(_module: Any, _inputs: Any, output: Any) -> Any:
@@ -169,12 +172,12 @@ def test_training_equals_factors_in_the_forward_pass(
     optimizer: str, features: dict[str, Any]
 ) -> None:
     options = {"type": optimizer, "learning_rate": 0.0625, "weight_decay": 0.125}
-    options |= {"adamw_eps": 1e-30} if optimizer == "muon" else {"eps": 1e-30}
+    options |= {"adamw_eps": EPS} if optimizer == "muon" else {"eps": EPS}
     own = config(**features, optimizer=options, model__parametrization=COMPLETEP)
     folded = build(own)
     found = losses(folded, own.optimizer.build(folded))
     # Muon rounds to bfloat16, where only factors that are powers of two leave the rest as it is.
-    tolerance = 1e-7 if optimizer == "adamw" else 2e-3
+    tolerance = 1e-6 if optimizer == "adamw" else 2e-3
     assert found == pytest.approx(losses(*explicit(own, features)), rel=tolerance)
     assert found[-1] < found[0] - 0.05
 
