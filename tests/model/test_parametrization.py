@@ -36,8 +36,8 @@ BASE = {"d_model": 16, "num_layers": 2, "ffn.experts.d_ff": 12}
 COMPLETEP = {"type": "completep", "base": BASE}
 VOCAB, LENGTH = 32, 8
 EPS = 1e-11
-"""Above the rounding of gradients that are zero, such as those of experts that no token chooses, and far below
-all others."""
+"""Above the rounding of gradients that are zero, such as those of experts that no token chooses, and far
+below all others."""
 
 both = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
