@@ -47,15 +47,25 @@ DECIDES_TIME = ("init_from", "model", "data", "objective", "optimizer", "trainer
 
 def main(argv: Sequence[str]) -> int:
     flags, options = take_flags(argv)
-    resume = None
-    if flags.resume is not None:
-        with trust.accepting_code(flags.trust_code):
-            resume = find_resume(flags.resume, options)
-    elif flags.trust_code:
-        raise ConfigError(
-            f"{trust.FLAG}: is for --resume only; a class that you name yourself is trusted; leave it out"
-        )
-    config = parse(options) if resume is None else resume.config
+    with trust.accepting_code(flags.trust_code):
+        resume = None if flags.resume is None else find_resume(flags.resume, options)
+        config = parse(options) if resume is None else resume.config
+        if flags.trust_code and resume is None and not folders_read(config):
+            raise ConfigError(
+                f"{trust.FLAG}: is for the folders of --resume, init_from and objective.distill.teacher, and "
+                "this run reads none; a class that you name yourself is trusted; leave it out"
+            )
+        return _run(config, resume)
+
+
+def folders_read(config: TrainConfig) -> list[str]:
+    """Return the folders of other models that a new run reads."""
+    distill = config.objective.distill
+    return [folder for folder in (config.init_from, distill and distill.teacher) if folder]
+
+
+def _run(config: TrainConfig, resume: Resume | None) -> int:
+    """Train, and return the exit code."""
     try:
         _train(config, resume)
     except TrainingError as error:
@@ -152,7 +162,9 @@ def _add_flags(parser: Parser) -> None:
         help="resume the run in this folder, or the newest unfinished run, with its own options and from its "
         "newest intact checkpoint",
     )
-    parser.add_argument(trust.FLAG, action="store_true", help=f"with --resume: {trust.HELP}")
+    parser.add_argument(
+        trust.FLAG, action="store_true", help=f"with --resume, init_from or a teacher: {trust.HELP}"
+    )
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:

@@ -478,12 +478,25 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
     assert Path("ran").exists()
 
 
-def test_trust_code_goes_with_resume(refuse: Callable[..., str]) -> None:
-    said = refuse("--trust-code")
-    assert (
-        said
-        == "--trust-code: is for --resume only; a class that you name yourself is trusted; leave it out"
+def test_trust_code_is_for_a_folder_that_the_run_reads(
+    own: Path, run_train: Callable[..., Any], refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    assert refuse("--trust-code") == (
+        "--trust-code: is for the folders of --resume, init_from and objective.distill.teacher, and this run "
+        "reads none; a class that you name yourself is trusted; leave it out"
     )
+    assert run_train(tmp_path, "--model.ffn", "own.py:Own", "--run.name", "mine").code == 0
+    for number, option in enumerate(("init_from", "objective.distill.teacher")):
+        with Path("runs/mine/code/own.py").open("a") as file:
+            file.write(f"# edited {number}\n")
+        named = ("--model.ffn", "swiglu", f"--{option}", "runs/mine")
+        refused = run_train(tmp_path, *named)
+        assert refused.code == 2
+        assert "'runs/mine' names code that none of your runs started with" in refused.stderr
+        # Now it is read, and is no longer the code of the weights.
+        accepted = run_train(tmp_path, *named, "--trust-code")
+        assert accepted.code == 2
+        assert "best.ckpt was made with model.ffn.type Own (code " in accepted.stderr
 
 
 def test_what_a_file_prints_is_not_in_the_output(own: Path, program: Program) -> None:
