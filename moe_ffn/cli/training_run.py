@@ -42,7 +42,7 @@ from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
 from moe_ffn.training.recovery import TrainingError
 from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first
-from moe_ffn.training.recovery.guard import Diverged
+from moe_ffn.training.recovery.guard import Diverged, nonfinite_name
 from moe_ffn.training.recovery.stopping import Interrupted, lost_rank
 from moe_ffn.training.sampling import run_prompt
 from moe_ffn.weights.init_from import Source, fit_weights, read_source
@@ -139,7 +139,8 @@ def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | None:
     """Read the teacher of `objective.distill`; None if there is none.
 
     Raises:
-        ConfigError: its tokens, its direction or its longest sequence do not fit the run.
+        ConfigError: its tokens, its direction or its longest sequence do not fit the run, or a weight is not
+            finite.
     """
     if config.objective.distill is None:
         return None
@@ -156,6 +157,10 @@ def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | None:
         raise ConfigError(
             f"{source.option}: '{source.folder}' reads up to {teacher.max_seq_len} tokens, fewer than "
             f"data.seq_len ({config.data.seq_len}); lower data.seq_len, or use another teacher"
+        )
+    if (name := nonfinite_name(teacher.state_dict())) is not None:
+        raise ConfigError(
+            f"{source.option}: '{source.folder}' has NaN or infinity in {name}; use another teacher"
         )
     return teacher
 
@@ -286,7 +291,8 @@ def explaining_early_end(
         saved = newest_first(folder / run_folder.CHECKPOINTS_FOLDER)
         last = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
         advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
-        for line in (error, f"{last}; {advice.against('loss_spike', None)}"):
+        fix = error.skipped.advice or advice.against("loss_spike", None)
+        for line in (error, f"{last}; {fix}"):
             log.error("%s", line, extra={"prefix": "diverged"})
         raise
     except RuntimeError as error:

@@ -13,7 +13,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, Unsupported
 from moe_ffn.experts.base import Experts
 from moe_ffn.experts.matrices import MatrixExperts, MatrixExpertsConfig
 from moe_ffn.experts.wrappers import ExpertsWrapper, ExpertsWrapperConfig
@@ -220,31 +220,36 @@ class FakeQuantizedExpertsConfig(ExpertsWrapperConfig, frozen=True):
             raise ValueError("type 'fake_quantized' cannot be inside itself; leave one of them out")
         return self
 
+    def unfit_width(self, d_model: int, experts_per_token: float) -> Unsupported | None:
+        width = self.experts.dispatch_width(d_model)
+        d_ff = cast("MatrixExpertsConfig", self.innermost).width(width, experts_per_token)
+        inner = "d_model" if width == d_model else "the inner width"
+        for option, name, widths in (
+            ("inputs", self.inputs, {inner: width}),
+            ("format", self.format, {inner: width, "d_ff": d_ff}),
+        ):
+            block = None if name is None else FORMATS[name].block
+            for label, numbers in widths.items() if block else ():
+                if numbers % block:
+                    below = numbers // block * block
+                    fits = f"{below} or {below + block}" if below else f"{block}"
+                    return Unsupported(
+                        f"{option} ({name}) scales blocks of {block} numbers, but {label} is {numbers}",
+                        f"make it {fits}, or use fp8, which scales whole rows",
+                    )
+        return super().unfit_width(d_model, experts_per_token)
+
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
-        experts = self.experts.build(d_model, num_experts, experts_per_token)
-        if self.format is not None:
-            for name, matrix_EOI in _matrices(experts):
-                _require_blocks("format", self.format, matrix_EOI.shape[-1], f"a row of '{name}'")
-        if self.inputs is not None:
-            width = self.experts.dispatch_width(d_model)
-            _require_blocks("inputs", self.inputs, width, "a token of the experts")
-        return FakeQuantizedExperts(self, experts)
+        if unfit := self.unfit_width(d_model, experts_per_token):
+            raise ConfigError(f"experts.{unfit}")
+        return FakeQuantizedExperts(
+            self, self.experts.build(d_model, num_experts, experts_per_token)
+        )
 
 
 def _matrices(experts: Experts) -> list[tuple[str, Tensor]]:
     """Return (name, stacked matrices) of experts, without biases and the weights of wrappers."""
     return [(name, value) for name, value in experts.named_parameters() if value.ndim == 3]
-
-
-def _require_blocks(option: str, name: Format, width: int, of: str) -> None:
-    block = FORMATS[name].block
-    if block and width % block:
-        below = width // block * block
-        fits = f"{below} or {below + block}" if below else f"{block}"
-        raise ConfigError(
-            f"experts.{option} ({name}) scales blocks of {block} numbers, but {of} has {width}; make it "
-            f"{fits} (experts.d_ff, model.d_model), or use fp8, which scales whole rows"
-        )
 
 
 class FakeQuantizedExperts(ExpertsWrapper):

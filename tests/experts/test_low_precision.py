@@ -22,6 +22,7 @@ from moe_ffn.experts.low_precision import (
     quantize,
 )
 from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.weights import export_transformers
 from moe_ffn.weights.to_transformers import READ_BY_TRANSFORMERS
 
@@ -178,8 +179,7 @@ def test_a_format_of_null_can_be_replaced_later() -> None:
     [
         (
             {"format": "mxfp4", "experts": {"type": "swiglu", "d_ff": 40}},
-            r"experts.format \(mxfp4\) scales blocks of 32 numbers, but a row of 'down' has 40; "
-            "make it 32 or 64",
+            r"experts.format \(mxfp4\) scales blocks of 32 numbers, but d_ff is 40; make it 32 or 64, or use",
         ),
         ({"format": "mxfp5"}, "experts.format: must be one of 'mxfp4', .*, got 'mxfp5'"),
         ({"experts": {"type": "fake_quantized"}}, "'fake_quantized' cannot be inside itself"),
@@ -193,12 +193,42 @@ def test_a_format_that_does_not_fit_the_experts_is_refused(
         block(**options)
 
 
-def test_a_format_that_does_not_fit_the_tokens_is_refused() -> None:
-    experts = {"type": "fake_quantized", "format": None, "inputs": "mxfp4"}
-    with pytest.raises(
-        ConfigError, match=r"experts.inputs \(mxfp4\) .* a token of the experts has 48; make"
-    ):
-        build_ffn({"type": "moe", "experts": experts}, 48)
+LATENT = {"type": "latent", "width": 40, "experts": {"type": "swiglu", "d_ff": 64}}
+MATCHED = {
+    "type": "swiglu",
+    "d_ff": {"match": "active_params", "of": {"type": "dense", "d_ff": 90}},
+}
+
+
+@pytest.mark.parametrize(
+    ("ffn", "said"),
+    [
+        (
+            {"experts": {"format": None, "inputs": "mxfp4"}},
+            r"model.ffn.experts.inputs \(mxfp4\) scales blocks of 32 numbers, but d_model is 48; make it",
+        ),
+        (
+            {"experts": {"format": "nvfp4", "experts": LATENT}},
+            r"model.ffn.experts.format \(nvfp4\) scales blocks of 16 numbers, but the inner width is 40;",
+        ),
+        (
+            {"experts": {"format": "nvfp4", "experts": MATCHED}},
+            r"model.ffn.experts.format \(nvfp4\) scales blocks of 16 numbers, but d_ff is 29; make it 16",
+        ),
+        (
+            {"type": "biased", "ffn": {"type": "moe", "experts": {"format": "int8"}}},
+            r"model.ffn.ffn.experts.format \(int8\) scales blocks of 32 numbers, but d_model is 48; make",
+        ),
+    ],
+)
+def test_a_format_that_widths_do_not_divide_is_refused_before_a_module_is_built(
+    ffn: dict[str, Any], said: str
+) -> None:
+    block = ffn.get("ffn", ffn)
+    block["experts"]["type"] = "fake_quantized"
+    model = {"d_model": 48, "ffn": {"type": "moe", **ffn}}
+    with pytest.raises(ValueError, match=said):
+        TrainConfig.model_validate({"model": model})
 
 
 # -- stored tensors

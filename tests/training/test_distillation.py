@@ -74,6 +74,23 @@ def save(
     return str(folder)
 
 
+def test_a_teacher_whose_logits_are_not_finite_is_named(run_train: Any, tmp_path: Path) -> None:
+    folder = Path(save(tmp_path / "teacher"))
+    teacher = moe_ffn.load_pretrained(folder)
+    with torch.no_grad():
+        teacher.embedding.weight.mul_(1e3)
+        teacher.final_norm.weight.fill_(1e38)  # finite, but the product is not
+    moe_ffn.save_pretrained(teacher, folder)
+
+    guard = ("--trainer.guard.max_skipped_in_a_row", "2")
+    done = run_train(tmp_path, "--objective.distill.teacher", str(folder), *guard)
+
+    assert done.code == 3
+    assert done.stderr.count("its loss is nan, which began in the logits of the teacher; ") == 1
+    assert done.stderr.count("use another objective.distill.teacher, with finite logits") == 2
+    assert "learning_rate" not in done.stderr
+
+
 def test_a_run_resumes_with_its_teacher_whose_weights_stay_out_of_the_checkpoint(
     run_train: Any, tmp_path: Path
 ) -> None:
@@ -139,6 +156,7 @@ def test_a_model_that_begins_as_its_teacher_has_nothing_to_learn_from_it(
             {"seq_len": 8},
             r"reads up to 8 tokens, fewer than data.seq_len \(16\); lower data.seq_len",
         ),
+        ({"nan": True}, "has NaN or infinity in embedding.weight; use another teacher"),
         (
             {"tokenizer": True},
             r"has [\d,]+ tokens, but the tokenizer of this run has 257; use its own: ",
@@ -154,6 +172,13 @@ def test_a_teacher_that_predicts_something_else_is_refused(
 ) -> None:
     if "tokenizer" in saved:
         saved = {"tokenizer": train_bpe([b"the cat sat on the mat " * 20], vocab_size=270)}
-    config = make_config(objective={"distill": {"teacher": save(tmp_path / "teacher", **saved)}})
+    is_broken = saved.pop("nan", False)
+    folder = save(tmp_path / "teacher", **saved)
+    if is_broken:
+        teacher = moe_ffn.load_pretrained(folder)
+        with torch.no_grad():
+            teacher.embedding.weight[3, 5] = torch.nan
+        moe_ffn.save_pretrained(teacher, folder)
+    config = make_config(objective={"distill": {"teacher": folder}})
     with pytest.raises(ConfigError, match=f"^objective.distill.teacher: .*{said}"):
         read_teacher(config, prepared)
