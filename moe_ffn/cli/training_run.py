@@ -33,6 +33,7 @@ from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_num_params
 from moe_ffn.runs.json_files import Facts
+from moe_ffn.runs.memory import check_fits
 from moe_ffn.runs.reader import read_weights
 from moe_ffn.runs.resume import ResumePoint, find_resume_point, resume_hint, rewind
 from moe_ffn.runs.texts import check_documents
@@ -88,6 +89,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         module = assemble.build_module(config, data, hardware.layout)
         check_num_params(module.decoder)
     if teacher is not None:
+        check_fits(config, sum(w.numel() * w.element_size() for w in teacher.state_dict().values()))
         module.learn_from(teacher)
     console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
     for line in (*config.notes(), f"\n{describe_data(data)}"):

@@ -28,6 +28,7 @@ from moe_ffn.weights.pretrained import (
     load_pretrained,
     load_tokenizer,
     no_tokenizer,
+    read_model_config,
 )
 
 
@@ -110,6 +111,19 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
     raise ConfigError(
         f"{option}: '{path}' is neither a model folder of moe_ffn nor a run; {model_folder_hint(path) or fix}"
     )
+
+
+def model_of_source(folder: str, option: str) -> DecoderConfig:
+    """Return the config of the model that `read_source` would read, without reading its weights.
+
+    Raises:
+        ConfigError: as in `read_source`.
+    """
+    path = expand_path(folder, option)
+    try:
+        return saved_config(path).model if is_run(path) else read_model_config(path).model
+    except ConfigError as error:
+        raise type(error)(f"{option}: {error}") from error
 
 
 def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
