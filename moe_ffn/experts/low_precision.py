@@ -224,13 +224,14 @@ class FakeQuantizedExpertsConfig(ExpertsWrapperConfig, frozen=True):
         width = self.experts.dispatch_width(d_model)
         d_ff = cast("MatrixExpertsConfig", self.innermost).width(width, experts_per_token)
         inner = "d_model" if width == d_model else "the inner width"
-        for option, name, widths in (
+        options: list[tuple[str, Format | None, dict[str, int]]] = [
             ("inputs", self.inputs, {inner: width}),
             ("format", self.format, {inner: width, "d_ff": d_ff}),
-        ):
+        ]
+        for option, name, widths in options:
             block = None if name is None else FORMATS[name].block
-            for label, numbers in widths.items() if block else ():
-                if numbers % block:
+            for label, numbers in widths.items():
+                if block is not None and numbers % block:
                     below = numbers // block * block
                     fits = f"{below} or {below + block}" if below else f"{block}"
                     return Unsupported(

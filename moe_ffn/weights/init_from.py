@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, command, expand_path, show
@@ -124,6 +126,15 @@ def model_of_source(folder: str, option: str) -> DecoderConfig:
         return saved_config(path).model if is_run(path) else read_model_config(path).model
     except ConfigError as error:
         raise type(error)(f"{option}: {error}") from error
+
+
+def sha256_of_weights(decoder: Decoder) -> str:
+    """Return a digest of the names and values of a decoder's weights."""
+    digest = hashlib.sha256()
+    for name, weight in decoder.state_dict().items():
+        digest.update(name.encode())
+        digest.update(weight.cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
