@@ -171,6 +171,9 @@ def test_every_command_succeeds(
     if module == "moe_ffn.cli.convert":
         if arguments[0] == "models/exported":
             first = [module, "runs/my-run", arguments[0]]
+        elif "--packed" in arguments:
+            rounded = ["--model.ffn.experts", "{type: fake_quantized, experts: {type: swiglu}}"]
+            first = ["experiments.train", *TINY, *rounded, "--run.name", "rounded"]
         shown = f"written: '{arguments[1]}', "
     elif module == "moe_ffn.cli.dashboard":
         arguments += ["--json"]

@@ -3,6 +3,7 @@
     moe-ffn convert runs/NAME models/exported
     moe-ffn convert runs/NAME models/exported.gguf
     moe-ffn convert models/qwen models/imported
+    moe-ffn convert runs/NAME models/packed --packed
 
 SOURCE decides the direction. A TARGET that ends in .gguf is a file for llama.cpp.
 """
@@ -40,22 +41,33 @@ def main(argv: Sequence[str]) -> int:
         help="folder of a run, model folder of moe_ffn, or model folder of transformers",
     )
     parser.add_argument("target", type=Path, metavar="TARGET", help="folder or .gguf file to write")
+    parser.add_argument(
+        "--packed",
+        action="store_true",
+        help="store experts that were trained in low precision (type fake_quantized) as its elements and "
+        "scales, as compressed-tensors does, and not as rounded values",
+    )
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
     args = parser.parse_args(argv)
     is_ours = is_run(args.source) or is_model_folder(args.source)
+    if args.packed and (args.target.suffix == SUFFIX or not is_ours):
+        raise ConfigError(
+            "--packed stores the experts of a run or a model folder of moe_ffn in a folder of transformers, "
+            f"not '{args.source}' in '{args.target}'; leave it out"
+        )
     if args.target.suffix == SUFFIX:
         _export_gguf(args.source, args.target, is_ours=is_ours, trust_code=args.trust_code)
     elif is_ours:
-        _export(args.source, args.target, trust_code=args.trust_code)
+        _export(args.source, args.target, trust_code=args.trust_code, packed=args.packed)
     else:
         _import(args.source, args.target)
     return 0
 
 
-def _export(source: Path, target: Path, *, trust_code: bool) -> None:
+def _export(source: Path, target: Path, *, trust_code: bool, packed: bool) -> None:
     require_absent(target)  # before a large model is read
     decoder, tokenizer, _ = _read(source, is_ours=True, trust_code=trust_code)
-    export = export_transformers(decoder, target, tokenizer)
+    export = export_transformers(decoder, target, tokenizer, packed=packed)
     _print_export(f"'{target}', {export.family.architecture} of transformers", export)
 
 

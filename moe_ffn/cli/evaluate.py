@@ -9,6 +9,11 @@ whole, and each token except the first is predicted once. To evaluate on another
 corpus (--data.corpus.type text --data.corpus.paths books) or a config that names it (--data config.yaml).
 
 --k evaluates with other numbers of experts per token, and prints loss and cost of each.
+
+moe-ffn evaluate runs/TEACHER --store-answers FILE.safetensors [--top N]
+
+--store-answers computes a teacher's likeliest next tokens at each position of the training split, for
+objective.distill.teacher of other runs on this text.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.option_tree import merge
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.data.batches import Batch
-from moe_ffn.data.prepare import DataConfig, prepare, validation_batches
+from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, validation_batches
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
@@ -51,9 +56,16 @@ from moe_ffn.report.html import OPENING, number
 from moe_ffn.runs.folder import TOKENIZER_FILE, check_has_weights
 from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.runs.texts import prepare_data, tokens_of_path
-from moe_ffn.training.evaluation import Evaluation, evaluate, strided_batches
+from moe_ffn.training.distillation import ANSWERS_SUFFIX, digests_of, write_answers
+from moe_ffn.training.evaluation import Evaluation, evaluate, strided_batches, top_answers
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
+from moe_ffn.weights.init_from import sha256_of_weights
+from moe_ffn.weights.pretrained import (
+    is_model_folder,
+    load_pretrained,
+    load_tokenizer,
+    naming_failures,
+)
 
 _DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
 """Options that `--data config.yaml` sets; tokenizer and window length come from the model."""
@@ -139,6 +151,20 @@ def main(argv: Sequence[str]) -> int:
         "--html", type=Path, metavar="FILE", help="with --k: also draw loss over FLOPs per token"
     )
     parser.add_argument(
+        "--store-answers",
+        type=Path,
+        metavar="FILE",
+        help="write the likeliest next tokens at each position of the training split to a .safetensors file, "
+        "as objective.distill.teacher; windows overlap by half",
+    )
+    parser.add_argument(
+        "--top",
+        type=whole(1),
+        default=16,
+        metavar="N",
+        help="with --store-answers: tokens to store at each position (%(default)s)",
+    )
+    parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
     )
     parser.add_argument(
@@ -156,7 +182,11 @@ def main(argv: Sequence[str]) -> int:
     check_output("--html", args.html, OPENING)
     _check_together(args)
     console = Console(highlight=False)
-    if args.k is None:
+    if args.store_answers is not None:
+        model, config = _read(args, args.folders[0], overrides, device)
+        results = _store_answers(args.store_answers, args.top, model, config)
+        console.print(f"written: {args.store_answers}, {results['positions']:,} positions")
+    elif args.k is None:
         model, config = _read(args, args.folders[0], overrides, device)
         results = _evaluate_once(args, model, config, "corpus" in overrides, console)
     else:
@@ -170,6 +200,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_together(args: Any) -> None:
     """Raise ConfigError for options that exclude or need each other."""
+    if args.store_answers is not None:
+        others = {"--k": args.k, "--tasks": args.tasks, "--stride": args.stride}
+        if args.data is not None and not is_config(args.data):
+            others["--data"] = args.data
+        for option, value in others.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{option}: cannot be used with --store-answers, which reads the training split of a "
+                    "corpus; leave one of them out"
+                )
     if args.k is not None:
         if args.tasks is not None:
             raise ConfigError("--tasks: cannot be used with --k; leave one of them out")
@@ -217,6 +257,45 @@ def _evaluate_once(
         results["tasks"] = evaluate_tasks(harness, args.tasks.split(","))
         console.print(task_table(results["tasks"]))
     return results
+
+
+def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> dict[str, Any]:
+    """Write a model's answers to the training split; return their number and source for JSON."""
+    vocab_size = model.decoder.embedding.num_embeddings
+    if path.suffix != ANSWERS_SUFFIX:
+        raise ConfigError(
+            f"--store-answers: '{path}' must end in {ANSWERS_SUFFIX}; objective.distill.teacher takes other "
+            "names for folders"
+        )
+    if top > vocab_size:
+        raise ConfigError(
+            f"--top ({top}) must not exceed the {vocab_size} tokens of '{model.folder}'; lower it"
+        )
+    if not model.decoder.config.causal:
+        raise ConfigError(
+            f"--store-answers: '{model.folder}' predicts masked tokens (model.causal: false), which each "
+            "batch draws anew; name its folder as the teacher"
+        )
+    data = _data_of(model, config)
+    about = {
+        "teacher": sha256_of_weights(model.decoder),
+        **digests_of(model.tokenizer, data.train),
+        "seq_len": str(config.seq_len),
+        "top": str(top),
+        "precision": model.precision,
+    }
+    stride = max(1, config.seq_len // 2)
+    batches = strided_batches(data.train, config.seq_len, stride, config.batch_size)
+    answers = top_answers(model.decoder, batches, top, model.precision)
+    with naming_failures(path, "written", "make room, or fix its permissions"):
+        write_answers(path, len(data.train) - 1, top, about, answers)
+    return {"answers": str(path), "positions": len(data.train) - 1, **about}
+
+
+def _data_of(model: Model, config: DataConfig) -> PreparedData:
+    if model.run is not None and _is_same_text(config, model.run.config.data):
+        return prepare_data(model.run, "give a text with --data")
+    return prepare(config)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -333,11 +412,7 @@ def windows_of_text(
     if path is not None and not is_config(path):
         tokens, description = tokens_of_path(path, model.tokenizer, "--data"), f"{path}"
     else:
-        run = model.run
-        if run is not None and _is_same_text(config, run.config.data):
-            data = prepare_data(run, "give a text with --data")
-        else:
-            data = prepare(config)
+        data = _data_of(model, config)
         description = "validation split"
         if stride is None:
             description += f", at most {config.validation_tokens:,} tokens, as in training"

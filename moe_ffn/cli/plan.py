@@ -21,6 +21,8 @@ from moe_ffn.report.html import OPENING, compact
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, LayoutPlan, plan_layouts
+from moe_ffn.training.distillation import ANSWERS_SUFFIX
+from moe_ffn.weights.init_from import model_of_source
 
 MAX_RANKS = 2**16
 MAX_TOO_LARGE = 3
@@ -32,7 +34,11 @@ def main(argv: Sequence[str]) -> int:
     check_counts(config)
     device = device_of(flags)
     check_output("--plot", flags.plot, OPENING)
-    plans = plan_layouts(config, flags.gpus, device, flags.efficiency)
+    teacher = None
+    distill = config.objective.distill
+    if distill is not None and not distill.teacher.endswith(ANSWERS_SUFFIX):
+        teacher = model_of_source(distill.teacher, "objective.distill.teacher")
+    plans = plan_layouts(config, flags.gpus, device, flags.efficiency, teacher)
     if flags.plot is not None:
         write_output("--plot", flags.plot, _page(plans))
     say = Console().print
@@ -45,6 +51,9 @@ def main(argv: Sequence[str]) -> int:
         f"{compact(plans[0].tokens)} tokens per step",
         highlight=False,
     )
+    if teacher is not None:
+        count = compact(teacher.num_params(*config.data.text_sizes))
+        say(f"and a teacher of {count}, whole on each GPU, in weights, activ and s/step")
     say(plan_table(plans, flags.efficiency))
     if num_hidden := len(plans) - len(shown(plans)):
         say(f"{num_hidden} more layouts do not fit")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import signal
@@ -17,7 +16,7 @@ from rich.console import Console
 
 from moe_ffn.cli.results import describe_data, model_table, print_results, summary_of, write_summary
 from moe_ffn.config.environment import is_first_rank
-from moe_ffn.config.errors import ConfigError, command, first_line
+from moe_ffn.config.errors import ConfigError, command, expand_path, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.option_tree import show_value
 from moe_ffn.config.trust import trust
@@ -33,19 +32,21 @@ from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_num_params
 from moe_ffn.runs.json_files import Facts
+from moe_ffn.runs.memory import check_fits
 from moe_ffn.runs.reader import read_weights
 from moe_ffn.runs.resume import ResumePoint, find_resume_point, resume_hint, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.runs.validate import find_hardware, require_valid
+from moe_ffn.training.distillation import ANSWERS_SUFFIX, DistillConfig, StoredAnswers
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
 from moe_ffn.training.recovery import TrainingError
 from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first
-from moe_ffn.training.recovery.guard import Diverged
+from moe_ffn.training.recovery.guard import Diverged, nonfinite_name
 from moe_ffn.training.recovery.stopping import Interrupted, lost_rank
 from moe_ffn.training.sampling import run_prompt
-from moe_ffn.weights.init_from import Source, fit_weights, read_source
+from moe_ffn.weights.init_from import Source, fit_weights, read_source, sha256_of_weights
 from moe_ffn.weights.pretrained import write_model_folder
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,9 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         module = assemble.build_module(config, data, hardware.layout)
         check_num_params(module.decoder)
     if teacher is not None:
+        if isinstance(teacher, Decoder):
+            weights = teacher.state_dict().values()
+            check_fits(config, sum(w.numel() * w.element_size() for w in weights))
         module.learn_from(teacher)
     console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
     for line in (*config.notes(), f"\n{describe_data(data)}"):
@@ -135,14 +139,39 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
     return folder
 
 
-def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | None:
+def read_answers(config: TrainConfig, data: PreparedData, distill: DistillConfig) -> StoredAnswers:
+    """Open the stored answers of a teacher.
+
+    Raises:
+        ConfigError: they are not those to the text of this run, or its objective needs others.
+    """
+    option = "objective.distill.teacher"
+    answers = StoredAnswers(expand_path(distill.teacher, option), option)
+    if not config.model.causal:
+        raise ConfigError(
+            f"{option}: '{answers.path}' predicts next tokens, but model.causal is false, so this run "
+            "predicts masked ones; use the folder of a teacher like the run"
+        )
+    if distill.temperature != 1:
+        raise ConfigError(
+            f"objective.distill.temperature ({distill.temperature:g}) must be 1 for '{answers.path}', which "
+            "lacks the logits; set it to 1, or use the folder of the teacher"
+        )
+    answers.require_text(data.tokenizer, data.train)
+    return answers
+
+
+def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | StoredAnswers | None:
     """Read the teacher of `objective.distill`; None if there is none.
 
     Raises:
-        ConfigError: its tokens, its direction or its longest sequence do not fit the run.
+        ConfigError: its tokens, its direction or its longest sequence do not fit the run, or a weight is not
+            finite.
     """
     if config.objective.distill is None:
         return None
+    if config.objective.distill.teacher.endswith(ANSWERS_SUFFIX):
+        return read_answers(config, data, config.objective.distill)
     source = read_source(config.objective.distill.teacher, "objective.distill.teacher")
     source.require_same_tokens(data.tokenizer)
     teacher = source.decoder
@@ -157,33 +186,39 @@ def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | None:
             f"{source.option}: '{source.folder}' reads up to {teacher.max_seq_len} tokens, fewer than "
             f"data.seq_len ({config.data.seq_len}); lower data.seq_len, or use another teacher"
         )
+    if (name := nonfinite_name(teacher.state_dict())) is not None:
+        raise ConfigError(
+            f"{source.option}: '{source.folder}' has NaN or infinity in {name}; use another teacher"
+        )
     return teacher
 
 
 def announce_teacher(
-    teacher: Decoder | None, config: TrainConfig, resume: Resume | None, say: Say
+    teacher: Decoder | StoredAnswers | None, config: TrainConfig, resume: Resume | None, say: Say
 ) -> str | None:
     """Print the teacher's folder and size, and return the hash of its weights; None without a teacher.
 
     Raises:
-        ConfigError: a resumed run names the teacher it began with, but the weights have changed.
+        ConfigError: a resumed run names the teacher it began with, but the weights or answers have changed.
     """
     if teacher is None or config.objective.distill is None:
         return None
     folder = config.objective.distill.teacher
-    digest = hashlib.sha256()
-    for name, weight in teacher.state_dict().items():
-        digest.update(name.encode())
-        digest.update(weight.flatten().view(torch.uint8).numpy())
+    if isinstance(teacher, StoredAnswers):
+        what, sha256 = "answers", teacher.sha256
+        size = f"the {teacher.top} likeliest tokens at {teacher.num_positions:,} positions"
+    else:
+        what, sha256 = "weights", sha256_of_weights(teacher)
+        size = f"{sum(p.numel() for p in teacher.parameters()):,} parameters"
     if resume is not None and resume.saved.objective.distill == config.objective.distill:
         before = Facts.read(resume.folder / run_folder.FACTS_FILE).teacher_sha256
-        if before not in (None, digest.hexdigest()):
+        if before not in (None, sha256):
             raise ConfigError(
-                f"objective.distill.teacher: the weights in '{folder}' are not those with which "
+                f"objective.distill.teacher: the {what} in '{folder}' are not those with which "
                 f"'{resume.folder}' began; restore them, or name another folder to learn from another teacher"
             )
-    say(f"teacher: {folder}, {sum(p.numel() for p in teacher.parameters()):,} parameters")
-    return digest.hexdigest()
+    say(f"teacher: {folder}, {size}")
+    return sha256
 
 
 def read_initial_weights(config: TrainConfig) -> Source | None:
@@ -286,7 +321,8 @@ def explaining_early_end(
         saved = newest_first(folder / run_folder.CHECKPOINTS_FOLDER)
         last = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
         advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
-        for line in (error, f"{last}; {advice.against('loss_spike', None)}"):
+        fix = error.skipped.advice or advice.against("loss_spike", None)
+        for line in (error, f"{last}; {fix}"):
             log.error("%s", line, extra={"prefix": "diverged"})
         raise
     except RuntimeError as error:

@@ -131,6 +131,8 @@ class Batch:
     """(B, S) int64."""
     target_ids: Tensor
     """(B, S) int64: `input_ids` shifted by one token."""
+    starts: Tensor | None = None
+    """(B,) int64: index of each sequence's first token in its split; None if it has no split."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +154,8 @@ class _Batches:
 
     def _batch(self, starts: np.ndarray) -> Batch:
         windows = torch.from_numpy(self._windows(starts).astype(np.int64))
-        return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+        inputs_BS, targets_BS = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return Batch(inputs_BS, targets_BS, torch.from_numpy(starts))
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,6 +72,10 @@ class ExpertsConfig(TaggedConfig, frozen=True):
         """Return a config that keeps the current width if `experts_per_token` changes."""
         return self
 
+    def unfit_width(self, d_model: int, experts_per_token: float) -> Unsupported | None:
+        """Return the reason why the experts cannot have their widths in such a layer; None if they can."""
+        return None
+
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return the reason why the experts cannot serve a use case; None if they can."""
         if self.divides_over_ranks or use_case.num_ranks == 1:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, Unsupported
 from moe_ffn.experts.base import Experts
 from moe_ffn.experts.matrices import MatrixExperts, MatrixExpertsConfig
 from moe_ffn.experts.wrappers import ExpertsWrapper, ExpertsWrapperConfig
@@ -45,14 +45,19 @@ Scales = tuple[Tensor, Tensor | None]
 """Scale of each block, (..., blocks, 1), and a scale of each matrix that multiplies it, (..., 1, 1, 1)."""
 
 
-def power_of_two_scales(largest_exponent: int) -> Callable[[Tensor], Scales]:
+ScaleRule = Callable[[Tensor, Tensor | None], Scales]
+"""Function of the largest size in each block, (..., rows, blocks, 1), and in each matrix, (..., 1, 1, 1), or
+None if the blocks are all of a matrix; returns the scales."""
+
+
+def power_of_two_scales(largest_exponent: int) -> ScaleRule:
     """Return the rule of OCP MX 1.0, section 6.3: 2^(floor(log2 of the largest size) - largest_exponent).
 
     Args:
         largest_exponent: exponent of the largest power of two among the values of an element.
     """
 
-    def scales(largest: Tensor) -> Scales:
+    def scales(largest: Tensor, of_matrix: Tensor | None) -> Scales:
         exponent = torch.frexp(largest).exponent - 1 - largest_exponent
         exponent = exponent.where(largest > 0, -127).clamp(-127, 127)
         scale = torch.ldexp(torch.ones_like(largest), exponent)
@@ -63,15 +68,17 @@ def power_of_two_scales(largest_exponent: int) -> Callable[[Tensor], Scales]:
     return scales
 
 
-def linear_scales(largest_element: float) -> Callable[[Tensor], Scales]:
+def linear_scales(largest_element: float) -> ScaleRule:
     """Return the rule that maps the largest number of a block to `largest_element`."""
     smallest = torch.finfo(torch.float32).tiny
-    return lambda largest: ((largest / largest_element).clamp(min=smallest), None)
+    return lambda largest, of_matrix: ((largest / largest_element).clamp(min=smallest), None)
 
 
-def two_level_scales(largest: Tensor) -> Scales:
+def two_level_scales(largest: Tensor, of_matrix: Tensor | None) -> Scales:
     """Return the scales of NVFP4: an E4M3 number for each block, times a float32 number for each matrix."""
-    whole = largest.amax(dim=(-3, -2), keepdim=True) / (448 * 6)
+    if of_matrix is None:
+        of_matrix = largest.amax(dim=(-3, -2), keepdim=True)
+    whole = of_matrix / (448 * 6)
     whole = whole.where(whole > 0, 1.0)
     smallest = torch.finfo(torch.float8_e4m3fn).tiny
     return round_to_e4m3_((largest / 6 / whole).clamp(min=smallest)), whole
@@ -83,8 +90,7 @@ class LowPrecision:
 
     round_: Callable[[Tensor], Tensor]
     """Function that rounds scaled numbers to elements, in place."""
-    scales: Callable[[Tensor], Scales]
-    """Function that returns the scales from the largest size in each block, (..., rows, blocks, 1)."""
+    scales: ScaleRule
     block: int | None
     """Elements of a row that share a scale; None for the whole row."""
 
@@ -103,11 +109,14 @@ FORMATS: dict[Format, LowPrecision] = {
 row: symmetric, as in compressed-tensors."""
 
 
-def quantize(weight: Tensor, name: Format) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantize(
+    weight: Tensor, name: Format, of_matrix: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the elements of a matrix or of stacked matrices, in blocks, and their scales, in float32.
 
     Args:
         weight: (..., O, I); I is a multiple of the format's block.
+        of_matrix: (..., 1, 1, 1), largest size in the matrix if `weight` holds some of its rows.
 
     Returns:
         elements (..., O, blocks, block), scales of blocks (..., O, blocks, 1), and scales of matrices
@@ -115,7 +124,7 @@ def quantize(weight: Tensor, name: Format) -> tuple[Tensor, Tensor, Tensor | Non
     """
     low = FORMATS[name]
     blocks = weight.float().unflatten(-1, (-1, low.block or weight.shape[-1]))
-    scales, whole = low.scales(blocks.abs().amax(-1, keepdim=True))
+    scales, whole = low.scales(blocks.abs().amax(-1, keepdim=True), of_matrix)
     # Multiplied by a reciprocal, as the NVFP4 kernels do; dividing would round otherwise.
     scaled = blocks / scales if whole is None else blocks * ((1 / whole) / scales)
     return low.round_(scaled), scales, whole
@@ -135,14 +144,32 @@ def fake_quantize(x: Tensor, name: Format) -> Tensor:
     return rounded + (x - x.detach())
 
 
-def pack(weight_OI: Tensor, name: Format) -> dict[str, Tensor]:
+_BLOCKS_OF_32 = {"strategy": "group", "group_size": 32}
+_TWO_LEVELS = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+_FP4, _FP8 = {"num_bits": 4, "type": "float"}, {"num_bits": 8, "type": "float"}
+
+COMPRESSED: dict[Format, tuple[str, dict[str, Any]]] = {
+    "mxfp4": ("mxfp4-pack-quantized", _FP4 | _BLOCKS_OF_32 | {"scale_dtype": "torch.uint8"}),
+    "mxfp8": ("mxfp8-quantized", _FP8 | _BLOCKS_OF_32 | {"scale_dtype": "torch.uint8"}),
+    "nvfp4": ("nvfp4-pack-quantized", _FP4 | _TWO_LEVELS),
+    "int4": ("pack-quantized", {"num_bits": 4, "type": "int"} | _BLOCKS_OF_32),
+    "int8": ("pack-quantized", {"num_bits": 8, "type": "int"} | _BLOCKS_OF_32),
+    "fp8": ("float-quantized", _FP8 | {"strategy": "channel"}),
+}
+"""Format -> the name of its layout in compressed-tensors 0.20, and the arguments of its weights there."""
+
+
+def pack(weight_OI: Tensor, name: Format, of_matrix: Tensor | None = None) -> dict[str, Tensor]:
     """Return the tensors that store a rounded matrix, under the names of compressed-tensors.
 
-    `weight_packed` holds two FP4 numbers in a byte, or eight INT4 numbers in an int32, the first in the low
-    bits; other formats store `weight`. `weight_scale` is a biased exponent for MX, E4M3 for NVFP4, and
-    float32 otherwise. NVFP4 adds `weight_global_scale`, the reciprocal of the scale of the matrix.
+    `weight_packed` holds two FP4 numbers in a byte, or four INT8 or eight INT4 numbers in an int32, the first
+    in the low bits; other formats store `weight`. `weight_scale` is a biased exponent for MX, E4M3 for NVFP4,
+    and float32 otherwise. NVFP4 adds `weight_global_scale`, the reciprocal of the scale of the matrix.
+
+    Args:
+        of_matrix: see `quantize`.
     """
-    elements, scales, whole = quantize(weight_OI, name)
+    elements, scales, whole = quantize(weight_OI, name, of_matrix)
     elements_OI, scale = elements.flatten(-2), scales.squeeze(-1)
     packed: dict[str, Tensor] = {}
     if name in ("mxfp4", "nvfp4"):
@@ -150,13 +177,14 @@ def pack(weight_OI: Tensor, name: Format) -> dict[str, Tensor]:
         index = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
         code = index.to(torch.uint8) | (elements_OI.signbit().to(torch.uint8) << 3)
         packed["weight_packed"] = code[..., ::2] | (code[..., 1::2] << 4)
-    elif name == "int4":
-        nibbles = (elements_OI.to(torch.int64) + 8).unflatten(-1, (-1, 8))
-        words = (nibbles << torch.arange(0, 32, 4, device=weight_OI.device)).sum(-1)
+    elif name in ("int4", "int8"):
+        bits = COMPRESSED[name][1]["num_bits"]
+        codes = (elements_OI.to(torch.int64) + 2 ** (bits - 1)).unflatten(-1, (-1, 32 // bits))
+        words = (codes << torch.arange(0, 32, bits, device=weight_OI.device)).sum(-1)
         packed["weight_packed"] = words.to(torch.int32)
         packed["weight_shape"] = torch.tensor(weight_OI.shape)
     else:
-        packed["weight"] = elements_OI.to(torch.int8 if name == "int8" else torch.float8_e4m3fn)
+        packed["weight"] = elements_OI.to(torch.float8_e4m3fn)
     if name in ("mxfp4", "mxfp8"):
         scale = (torch.frexp(scale).exponent - 1 + 127).to(torch.uint8)
     packed["weight_scale"] = scale.to(torch.float8_e4m3fn) if name == "nvfp4" else scale
@@ -192,31 +220,37 @@ class FakeQuantizedExpertsConfig(ExpertsWrapperConfig, frozen=True):
             raise ValueError("type 'fake_quantized' cannot be inside itself; leave one of them out")
         return self
 
+    def unfit_width(self, d_model: int, experts_per_token: float) -> Unsupported | None:
+        width = self.experts.dispatch_width(d_model)
+        d_ff = cast("MatrixExpertsConfig", self.innermost).width(width, experts_per_token)
+        inner = "d_model" if width == d_model else "the inner width"
+        options: list[tuple[str, Format | None, dict[str, int]]] = [
+            ("inputs", self.inputs, {inner: width}),
+            ("format", self.format, {inner: width, "d_ff": d_ff}),
+        ]
+        for option, name, widths in options:
+            block = None if name is None else FORMATS[name].block
+            for label, numbers in widths.items():
+                if block is not None and numbers % block:
+                    below = numbers // block * block
+                    fits = f"{below} or {below + block}" if below else f"{block}"
+                    return Unsupported(
+                        f"{option} ({name}) scales blocks of {block} numbers, but {label} is {numbers}",
+                        f"make it {fits}, or use fp8, which scales whole rows",
+                    )
+        return super().unfit_width(d_model, experts_per_token)
+
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
-        experts = self.experts.build(d_model, num_experts, experts_per_token)
-        if self.format is not None:
-            for name, matrix_EOI in _matrices(experts):
-                _require_blocks("format", self.format, matrix_EOI.shape[-1], f"a row of '{name}'")
-        if self.inputs is not None:
-            width = self.experts.dispatch_width(d_model)
-            _require_blocks("inputs", self.inputs, width, "a token of the experts")
-        return FakeQuantizedExperts(self, experts)
+        if unfit := self.unfit_width(d_model, experts_per_token):
+            raise ConfigError(f"experts.{unfit}")
+        return FakeQuantizedExperts(
+            self, self.experts.build(d_model, num_experts, experts_per_token)
+        )
 
 
 def _matrices(experts: Experts) -> list[tuple[str, Tensor]]:
     """Return (name, stacked matrices) of experts, without biases and the weights of wrappers."""
     return [(name, value) for name, value in experts.named_parameters() if value.ndim == 3]
-
-
-def _require_blocks(option: str, name: Format, width: int, of: str) -> None:
-    block = FORMATS[name].block
-    if block and width % block:
-        below = width // block * block
-        fits = f"{below} or {below + block}" if below else f"{block}"
-        raise ConfigError(
-            f"experts.{option} ({name}) scales blocks of {block} numbers, but {of} has {width}; make it "
-            f"{fits} (experts.d_ff, model.d_model), or use fp8, which scales whole rows"
-        )
 
 
 class FakeQuantizedExperts(ExpertsWrapper):

@@ -77,6 +77,10 @@ class ExpertsWrapperConfig(ExpertsConfig, frozen=True):
         fixed = self.experts.with_fixed_width(self.inner_width(d_model), experts_per_token)
         return self.model_copy(update={"experts": fixed})
 
+    def unfit_width(self, d_model: int, experts_per_token: float) -> Unsupported | None:
+        unfit = self.experts.unfit_width(self.inner_width(d_model), experts_per_token)
+        return unfit and unfit.inside("experts")
+
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
         return first_unsupported({"experts": self.experts}, use_case)
 

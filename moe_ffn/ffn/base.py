@@ -146,6 +146,16 @@ class FFNConfig(TaggedConfig, frozen=True):
             )
         return unsupported
 
+    def unfit_width(self, d_model: int) -> Unsupported | None:
+        """Return the reason why the experts of the block cannot have their widths; None if they can."""
+        for option, block in self.inner_blocks().items():
+            if unfit := block.unfit_width(d_model):
+                return unfit.inside(option)
+        if (stack := self.expert_stack) is None:
+            return None
+        unfit = stack.config.unfit_width(d_model, stack.experts_per_token)
+        return unfit and unfit.inside("experts")
+
     @abstractmethod
     def build(self, d_model: int) -> FFNBlock:
         """Return a new block for tokens of width `d_model`."""

@@ -97,6 +97,13 @@ class TrainConfig(Config, frozen=True):
         return self
 
     @model_validator(mode="after")
+    def _check_widths_of_experts(self) -> TrainConfig:
+        for option, ffn in dict(self.model.ffns_by_option()).items():
+            if unfit := ffn.unfit_width(self.model.d_model):
+                raise ValueError(f"model.{unfit.inside(option)}")
+        return self
+
+    @model_validator(mode="after")
     def _check_objective_against_routers(self) -> TrainConfig:
         infos = {short_name(layer): info for layer, info in self.model.router_infos().items()}
         routers = [(layer, info.router, info.num_experts) for layer, info in infos.items()]

@@ -19,11 +19,14 @@ _MAX_COPIES = 6
 """Upper limit of copies of a weight in memory: the weight, its gradient and its optimizer state."""
 
 
-def check_fits(config: TrainConfig) -> None:
+def check_fits(config: TrainConfig, teacher_bytes: int = 0) -> None:
     """Raise ConfigError if the model, or the token ids of a batch, exceed the memory limit of this process.
 
     A run on a CPU needs weights, gradients and optimizer state; a run on a GPU only the weights, since the
     process builds them before it moves them.
+
+    Args:
+        teacher_bytes: size of the weights of the teacher of `objective.distill`, once it is read.
     """
     memory = memory_limit()
     if memory is None:
@@ -34,8 +37,9 @@ def check_fits(config: TrainConfig) -> None:
             raise ConfigError(
                 f"{section}: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
             )
-    if _is_on_cpu(config) and weights * _MAX_COPIES > memory:  # otherwise every optimizer fits
-        _check_training_fits(config, weights, memory)
+    # Otherwise every optimizer fits.
+    if _is_on_cpu(config) and weights * _MAX_COPIES + teacher_bytes > memory:
+        _check_training_fits(config, weights, teacher_bytes, memory)
 
 
 def _is_on_cpu(config: TrainConfig) -> bool:
@@ -44,16 +48,24 @@ def _is_on_cpu(config: TrainConfig) -> bool:
     return num_nodes == 1 and (accelerator == "cpu" or (accelerator == "auto" and not has_gpu))
 
 
-def _check_training_fits(config: TrainConfig, weights: int, memory: int) -> None:
+def _check_training_fits(
+    config: TrainConfig, weights: int, teacher_bytes: int, memory: int
+) -> None:
     from moe_ffn.runs.planner import Sizes  # takes half a second, and most runs do not need it
 
     relative_size = {"bf16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
     state = sum(weight.state_bytes for weight in Sizes.of(config).all)
-    needed = int(relative_size * (2 * weights + state))
+    needed = int(relative_size * (2 * weights + state)) + teacher_bytes
+    teacher = (
+        f", {gigabytes(teacher_bytes)} of them for objective.distill.teacher"
+        if teacher_bytes
+        else ""
+    )
     if needed > memory:
         raise ConfigError(
             f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(relative_size * weights))}, and "
-            f"{gigabytes(needed)} with gradients and the state of optimizer.type '{config.optimizer.type}', "
+            f"{gigabytes(needed)} with gradients and the state of optimizer.type '{config.optimizer.type}'"
+            f"{teacher}, "
             f"but this process may have {gigabytes(memory)} of memory; make the model smaller, its largest "
             "tables first, or train on a machine with more"
         )

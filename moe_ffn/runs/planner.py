@@ -174,8 +174,14 @@ class Activations:
         return max(candidates, key=sum)
 
 
-def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> Activations:
-    """Trace models with one and two layers of each distinct block; the difference is one layer."""
+def activations_of(
+    config: TrainConfig, num_sequences: int, precision: str, teacher: DecoderConfig | None = None
+) -> Activations:
+    """Trace models with one and two layers of each distinct block; the difference is one layer.
+
+    Args:
+        teacher: model of `objective.distill`; it adds its forward pass, and its loss, outside of layers.
+    """
     model = config.model
     ffns = model.layer_ffns()
     checkpointing = model.activation_checkpointing
@@ -205,13 +211,30 @@ def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> A
                 recomputed, whole - layer_bytes[key] if checkpointing == "ffn" else whole
             )
     by_layer = tuple(layer_bytes[ffn.model_dump_json()] for ffn in ffns)
+    if teacher is not None:
+        forward = _saved_bytes(config, teacher, num_sequences, precision, False)
+        tokens, vocab_size = num_sequences * config.data.seq_len, config.data.text_sizes[0]
+        outside += max(forward, _LOGITS_OF_DISTILLATION * 4 * tokens * vocab_size)
     return Activations(outside, by_layer, recomputed)
 
 
+_LOGITS_OF_DISTILLATION = 4
+"""Tensors in float32 of the size of the logits that `distillation_loss` adds to the peak of a step: it has
+six, with the teacher's logits, and the gradient of the cross-entropy, which comes later, has two."""
+
+
 def _saved_bytes(
-    config: TrainConfig, model: DecoderConfig, num_sequences: int, precision: str
+    config: TrainConfig,
+    model: DecoderConfig,
+    num_sequences: int,
+    precision: str,
+    is_trained: bool = True,
 ) -> float:
-    """Return the peak bytes without weights, from the forward pass to the gradient of the logits."""
+    """Return the peak bytes without weights, from the forward pass to the gradient of the logits.
+
+    Args:
+        is_trained: False for a forward pass without gradients.
+    """
     decoder = model.build_empty(*config.data.text_sizes)
     if precision == "bf16-true":
         decoder = decoder.bfloat16()
@@ -221,10 +244,12 @@ def _saved_bytes(
         ids_BS = torch.zeros(num_sequences, config.data.seq_len, dtype=torch.long)
         tracker = MemTracker()
         tracker.track_external(decoder, ids_BS)
-        with tracker, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
+        with tracker, autocast, torch.set_grad_enabled(is_trained):
             output = decoder(ids_BS)
-            loss = cross_entropy_of(output.logits, ids_BS)
-            torch.autograd.grad(loss, output.logits)
+            if is_trained:
+                loss = cross_entropy_of(output.logits, ids_BS)
+                torch.autograd.grad(loss, output.logits)
         (peak,) = (
             snapshot
             for device, snapshot in tracker.get_tracker_snapshot("peak").items()
@@ -324,9 +349,16 @@ def _divisors(number: int) -> list[int]:
 
 
 def plan_layouts(
-    config: TrainConfig, num_ranks: int, device: Device, efficiency: float = EFFICIENCY
+    config: TrainConfig,
+    num_ranks: int,
+    device: Device,
+    efficiency: float = EFFICIENCY,
+    teacher: DecoderConfig | None = None,
 ) -> list[LayoutPlan]:
     """Return a plan for each layout: those that fit, fastest first; then the others, smallest first.
+
+    Args:
+        teacher: model of `objective.distill`, which each rank holds whole.
 
     Raises:
         ConfigError: the batch cannot be divided among the ranks.
@@ -335,9 +367,9 @@ def plan_layouts(
     precision = _precision(config)
     sizes = Sizes.of(config)
     num_sequences = config.data.batch_size // num_ranks
-    activations = activations_of(config, num_sequences, precision)
+    activations = activations_of(config, num_sequences, precision, teacher)
     plans = [
-        _plan(config, sizes, layout, device, activations, precision, efficiency)
+        _plan(config, sizes, layout, device, activations, precision, efficiency, teacher)
         for layout in layouts(config, num_ranks)
     ]
     return sorted(
@@ -358,6 +390,7 @@ def _plan(
     activations: Activations,
     precision: str,
     efficiency: float,
+    teacher: DecoderConfig | None,
 ) -> LayoutPlan:
     item_bytes = {"bf16-true": 2, "64-true": 8}.get(precision, 4)
     token_item_bytes = 2 if precision == "bf16-mixed" else item_bytes
@@ -382,12 +415,17 @@ def _plan(
     # The backward pass costs twice the forward pass, and repeats all or a part of it.
     recomputed = {"ffn": ffns, False: 0}.get(model.activation_checkpointing, forward)
     seconds_per_flop = tokens / device.flops / efficiency
+    memory, theirs = _memory(sizes, layout, item_bytes, activations, num_batches), 0
+    if teacher is not None:
+        theirs = teacher.flops_per_token(*config.data.text_sizes)
+        whole = item_bytes * teacher.num_params(*config.data.text_sizes)
+        memory = replace(memory, weights=memory.weights + whole)
     return LayoutPlan(
         layout,
         device,
-        _memory(sizes, layout, item_bytes, activations, num_batches),
+        memory,
         traffic,
-        compute_seconds=seconds_per_flop * (3 * forward + recomputed),
+        compute_seconds=seconds_per_flop * (3 * forward + recomputed + theirs),
         overlapped_seconds=overlapped / efficiency,
         token_seconds=traffic.tokens / bandwidth(layout.expert) / efficiency,
         tokens=tokens * layout.num_ranks,

@@ -18,7 +18,10 @@ FILLER = -1
 
 
 def _loaded(index: int, batch: Batch) -> LoadedBatch:
-    return LoadedBatch(index=index, input_ids=batch.input_ids, target_ids=batch.target_ids)
+    assert batch.starts is not None
+    return LoadedBatch(
+        index=index, input_ids=batch.input_ids, target_ids=batch.target_ids, starts=batch.starts
+    )
 
 
 class TrainLoader:
@@ -72,7 +75,7 @@ class ValidationLoader:
             else:
                 first = self.batches[0]
                 ignored = torch.full_like(first.target_ids, IGNORED_TARGET)
-                yield _loaded(FILLER, Batch(first.input_ids, ignored))
+                yield _loaded(FILLER, Batch(first.input_ids, ignored, first.starts))
 
 
 class TokenData(LightningDataModule):

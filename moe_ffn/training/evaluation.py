@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.data.batches import Batch
+from moe_ffn.data.token_files import TokenSequence
 from moe_ffn.metrics.functional import load_entropy
 from moe_ffn.metrics.modular import (
     LanguageMetrics,
@@ -24,6 +25,7 @@ from moe_ffn.metrics.modular import (
     TokenMetrics,
 )
 from moe_ffn.model.decoder import Decoder
+from moe_ffn.training.distillation import Answers
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
     ObjectiveConfig,
@@ -64,7 +66,7 @@ class Evaluation:
 
 
 def strided_batches(
-    tokens: np.ndarray, seq_len: int, stride: int, batch_size: int
+    tokens: np.ndarray | TokenSequence, seq_len: int, stride: int, batch_size: int
 ) -> Iterator[Batch]:
     """Yield windows over a whole text, `stride` apart; every token but the first is predicted exactly once.
 
@@ -87,6 +89,18 @@ def strided_batches(
         windows = torch.from_numpy(windows.astype(np.int64))
         targets = windows[:, 1:].masked_fill(torch.from_numpy(is_old), IGNORED_TARGET)
         yield Batch(windows[:, :-1].contiguous(), targets)
+
+
+@torch.no_grad()
+def top_answers(
+    decoder: Decoder, batches: Iterable[Batch], top: int, precision: str
+) -> Iterator[Answers]:
+    """Yield the `top` likeliest next tokens at each position with a target, for `write_answers`."""
+    device = decoder.embedding.weight.device
+    for batch in batches:
+        with autocast_of(precision, device):
+            logits_BSV = decoder(batch.input_ids.to(device)).logits
+        yield Answers.of(logits_BSV[batch.target_ids.to(device) != IGNORED_TARGET], top)
 
 
 @torch.no_grad()

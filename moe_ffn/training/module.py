@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.parallel.sharding import Sharder, clip_by_norm_, total_norm
+from moe_ffn.training.distillation import StoredAnswers
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
     BalanceUpdater,
@@ -53,6 +54,8 @@ class LoadedBatch(TypedDict):
     """Index of the batch in the run."""
     input_ids: Tensor
     target_ids: Tensor
+    starts: NotRequired[Tensor]
+    """(B,), index of each sequence's first token in its split; for stored answers of a teacher."""
 
 
 class RoutedOutput(TypedDict):
@@ -135,6 +138,7 @@ class LanguageModel(LightningModule):
         self._teacher: tuple[
             Decoder, ...
         ] = ()  # in a tuple, so that no checkpoint holds its weights
+        self._answers: StoredAnswers | None = None
         self._step_batches: list[LoadedBatch] = []
         self._step_losses: list[Tensor] = []
         # Plain values only, so that the checkpoint loads with weights_only=True.
@@ -164,9 +168,16 @@ class LanguageModel(LightningModule):
         else:
             _copy_into(self.decoder, weights)
 
-    def learn_from(self, teacher: Decoder) -> None:
-        """Set the teacher of `objective.distill`, a decoder in evaluation mode; each rank holds it whole."""
-        self._teacher = (teacher,)
+    def learn_from(self, teacher: Decoder | StoredAnswers) -> None:
+        """Set the teacher of `objective.distill`.
+
+        Args:
+            teacher: its answers to the training split, or a decoder in evaluation mode, whole on each rank.
+        """
+        if isinstance(teacher, StoredAnswers):
+            self._answers = teacher
+        else:
+            self._teacher = (teacher,)
 
     def setup(self, stage: str) -> None:
         # Lightning converts the module only after it has read a checkpoint, which would round float64 weights
@@ -248,7 +259,7 @@ class LanguageModel(LightningModule):
         routings = {layer: routing.detach() for layer, routing in output.routings.items()}
         if needs_step_totals(self.objective_config) and not self._counts_ahead:
             self._step_totals = count_step([routings], self._sum_over_ranks, self._num_ranks)
-        losses = self._objective(output, input_ids, target_ids)
+        losses = self._objective(output, input_ids, target_ids, batch)
         self.balance_updater.observe(routings, self.decoder.routers())
         self._step_batches.append(batch)
         self._step_losses.append(losses.total.detach())
@@ -372,7 +383,7 @@ class LanguageModel(LightningModule):
                 # `_call_impl` is not compiled, so that the hooks of inner modules run; unlike `forward`, it
                 # also runs the decoder's own hooks, which gather a sharded model.
                 output = cast("DecoderOutput", self.decoder._call_impl(input_ids))
-                return self._objective(output, input_ids, target_ids)
+                return self._objective(output, input_ids, target_ids, batch)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
         # A sharded model holds whole weights only while its hooks run, so no gradient can be computed here.
@@ -415,9 +426,14 @@ class LanguageModel(LightningModule):
         for router in self.decoder.routers().values():
             router.begin_step(generator)
 
-    def _objective(self, output: DecoderOutput, input_ids: Tensor, target_ids: Tensor) -> Objective:
+    def _objective(
+        self, output: DecoderOutput, input_ids: Tensor, target_ids: Tensor, batch: LoadedBatch
+    ) -> Objective:
         with torch.no_grad():
             teacher_logits = [teacher(input_ids).logits for teacher in self._teacher]
+        answers = None
+        if self._answers is not None and "starts" in batch:
+            answers = self._answers.at(batch["starts"], input_ids.shape[1])
         return objective(
             output.logits,
             target_ids,
@@ -426,6 +442,7 @@ class LanguageModel(LightningModule):
             sparsity_weight=self.balance_updater.sparsity_weight,
             step_totals=self._step_totals,
             teacher_logits_BSV=next(iter(teacher_logits), None),
+            answers=answers,
         )
 
     def _inputs_and_targets(

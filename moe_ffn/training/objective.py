@@ -37,7 +37,12 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing, SparsityTargetRouting
 from moe_ffn.routing import LinearRouterConfig
 from moe_ffn.routing.base import LinearRouter, Router
-from moe_ffn.training.distillation import DistillConfig, distillation_loss
+from moe_ffn.training.distillation import (
+    Answers,
+    DistillConfig,
+    distillation_loss,
+    stored_distillation_loss,
+)
 
 IGNORED_TARGET = -100
 """Target of positions that do not contribute to a loss, such as padding."""
@@ -157,6 +162,7 @@ def objective(
     sparsity_weight: Tensor | None = None,
     step_totals: StepTotals | None = None,
     teacher_logits_BSV: Tensor | None = None,
+    answers: Answers | None = None,
 ) -> Objective:
     """Return the cross-entropy, or its average with a distillation loss, plus weighted balancing losses.
 
@@ -166,19 +172,21 @@ def objective(
         sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; None for the initial weight.
         step_totals: counts over the optimizer step; None if this batch is the whole step.
         teacher_logits_BSV: logits of the teacher of `weights.distill`, if there is one.
+        answers: stored answers of the teacher, (B, S), in the place of its logits.
     """
     cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
     if sparsity_weight is None:
         sparsity_weight = cross_entropy.new_tensor(weights.sparsity_rule.initial_weight)
     balancing: dict[str, Tensor] = {}
     total, distillation = cross_entropy, None
-    if weights.distill is not None and teacher_logits_BSV is not None:
+    is_predicted_BS = target_ids_BS != IGNORED_TARGET
+    if answers is not None:
+        distillation = stored_distillation_loss(logits_BSV, answers, is_predicted_BS)
+    elif weights.distill is not None and teacher_logits_BSV is not None:
         distillation = distillation_loss(
-            logits_BSV,
-            teacher_logits_BSV,
-            target_ids_BS != IGNORED_TARGET,
-            weights.distill.temperature,
+            logits_BSV, teacher_logits_BSV, is_predicted_BS, weights.distill.temperature
         )
+    if weights.distill is not None and distillation is not None:
         total = torch.lerp(cross_entropy, distillation, weights.distill.weight)
     for name, loss in BALANCING_LOSSES.items():
         weight = sparsity_weight if loss.weight_set_by_rule else getattr(weights, name)

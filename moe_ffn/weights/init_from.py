@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, command, expand_path, show
@@ -28,6 +30,7 @@ from moe_ffn.weights.pretrained import (
     load_pretrained,
     load_tokenizer,
     no_tokenizer,
+    read_model_config,
 )
 
 
@@ -110,6 +113,28 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
     raise ConfigError(
         f"{option}: '{path}' is neither a model folder of moe_ffn nor a run; {model_folder_hint(path) or fix}"
     )
+
+
+def model_of_source(folder: str, option: str) -> DecoderConfig:
+    """Return the config of the model that `read_source` would read, without reading its weights.
+
+    Raises:
+        ConfigError: as in `read_source`.
+    """
+    path = expand_path(folder, option)
+    try:
+        return saved_config(path).model if is_run(path) else read_model_config(path).model
+    except ConfigError as error:
+        raise type(error)(f"{option}: {error}") from error
+
+
+def sha256_of_weights(decoder: Decoder) -> str:
+    """Return a digest of the names and values of a decoder's weights."""
+    digest = hashlib.sha256()
+    for name, weight in decoder.state_dict().items():
+        digest.update(name.encode())
+        digest.update(weight.cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:

@@ -209,7 +209,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     from safetensors.torch import load_file
 
     folder = Path(folder)
-    config = _read_config(folder, trust_code=trust_code)
+    config = read_model_config(folder, trust_code=trust_code)
     weights: dict[str, Tensor] = {}
     for path in weight_files(folder):
         with naming_failures(path, "read", "copy it again"):
@@ -280,7 +280,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
+def read_model_config(folder: Path, *, trust_code: bool = False) -> PretrainedConfig:
+    """Read the `config.json` of a model folder; for errors see `load_pretrained`."""
     path = folder / MODEL_CONFIG_FILE
     if (kind := read_config_json(folder).get("model_type")) != MODEL_TYPE:
         raise ConfigError(

@@ -14,14 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.experts.low_precision import FakeQuantizedExperts, FakeQuantizedExpertsConfig
+from moe_ffn.experts.low_precision import (
+    COMPRESSED,
+    FakeQuantizedExperts,
+    FakeQuantizedExpertsConfig,
+    Format,
+    pack,
+)
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn.base import FFNConfig
 from moe_ffn.ffn.dense import HiddenWidthConfig
@@ -61,6 +68,8 @@ class Export:
     """Remarks: options left out, rewrites, and what other programs ignore or require."""
     factor: Callable[[str], float]
     """Returns the factor of one of our tensors, by its name."""
+    packed: Format | None = None
+    """Format in which the matrices of the experts are stored; None to store their values."""
 
     @property
     def hf_config(self) -> HFConfig:
@@ -68,18 +77,26 @@ class Export:
 
 
 def export_transformers(
-    decoder: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None
+    decoder: Decoder,
+    folder: str | Path,
+    tokenizer: Tokenizer | None = None,
+    *,
+    packed: bool = False,
 ) -> Export:
     """Write a decoder as a folder that `AutoModelForCausalLM.from_pretrained` reads, with equal logits.
 
     Each expert has its own tensors.
 
+    Args:
+        packed: write the low-precision elements and scales of rounded experts, as compressed-tensors does,
+            in the place of their rounded values.
+
     Raises:
-        ConfigError: transformers cannot express an option, or `folder` exists or cannot be written; nothing
-            is written.
+        ConfigError: transformers cannot express an option, there are no rounded experts to pack, or `folder`
+            exists or cannot be written; nothing is written.
     """
     folder = Path(folder).absolute()
-    export = choose_architecture(decoder, has_tokenizer=tokenizer is not None)
+    export = choose_architecture(decoder, has_tokenizer=tokenizer is not None, packed=packed)
     sizes, makers = hf_tensors(decoder, export)
     config = {
         **export.options,
@@ -90,6 +107,8 @@ def export_transformers(
         "eos_token_id": None if tokenizer is None else tokenizer.end_of_document,
         "pad_token_id": None,
     }
+    if export.packed is not None:
+        config["quantization_config"] = _quantization_config(export.packed)
     texts = {MODEL_CONFIG_FILE: config, **_their_tokenizer(tokenizer, decoder.max_seq_len)}
     with naming_failures(folder, "written", "make room, or fix its permissions"):
         require_absent(folder)
@@ -119,18 +138,22 @@ class _Attempt:
     """(path, our value, their value) of each remaining difference."""
 
 
-def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Export:
+def choose_architecture(
+    decoder: Decoder, *, has_tokenizer: bool = False, packed: bool = False
+) -> Export:
     """Choose the architecture in `FAMILIES` that has all options of a decoder after the fewest rewrites.
 
     The options are written and read back; an architecture is rejected if an option comes back different.
 
     Args:
         has_tokenizer: reject architectures for which transformers replaces the tokenizer.
+        packed: store the matrices of the experts in their low precision.
 
     Raises:
-        ConfigError: no architecture has all options; the message names one that the nearest architecture
-            lacks.
+        ConfigError: no architecture has all options, and the message names one that the nearest architecture
+            lacks; or the experts cannot be packed.
     """
+    stored = _format_to_pack(decoder.config) if packed else None
     ours, left_out = options_of(decoder.config)
     sizes = {
         "vocab_size": decoder.embedding.num_embeddings,
@@ -163,7 +186,12 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
     chosen = min(equal, key=lambda attempt: len(attempt.rewrites))
     notes = [f"{path} acts only in training and is left out" for path in left_out]
     formats = {part.format for part in decoder.modules() if isinstance(part, FakeQuantizedExperts)}
-    notes += [f"the weights of the experts are written rounded to {f}" for f in formats if f]
+    how = "written rounded to" if stored is None else "packed as"
+    notes += [f"the weights of the experts are {how} {f}" for f in formats if f]
+    if stored is not None and stored not in READ_BY_TRANSFORMERS:
+        notes += [
+            f"transformers 5.23 cannot read experts packed as {stored}; compressed-tensors itself can"
+        ]
     notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
     notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
     notes += _mlx_notes(chosen, ours)
@@ -172,7 +200,63 @@ def choose_architecture(decoder: Decoder, *, has_tokenizer: bool = False) -> Exp
     def factor(name: str) -> float:
         return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
 
-    return Export(chosen.family, ours, chosen.config, chosen.written, tuple(notes), factor)
+    if stored is not None and (scale := factor("layers.0.ffn.experts.down")) != 1:
+        raise ConfigError(
+            f"model.ffn.router.scale ({scale:g}) multiplies the rounded down projections of "
+            f"{chosen.family.model_type}, so they cannot be packed as {stored}; convert without --packed"
+        )
+    return Export(chosen.family, ours, chosen.config, chosen.written, tuple(notes), factor, stored)
+
+
+READ_BY_TRANSFORMERS: frozenset[Format] = frozenset(("mxfp4", "int4", "int8", "fp8"))
+"""Formats of packed experts that transformers 5.23 reads, with compressed-tensors 0.20."""
+
+
+def _format_to_pack(config: DecoderConfig) -> Format:
+    """Return the format of the experts of all sparse layers.
+
+    Raises:
+        ConfigError: a layer has no rounded experts, or two layers have different formats.
+    """
+    formats: dict[int, Format | None] = {}
+    for layer, ffn in enumerate(config.layer_ffns()):
+        block = ffn.ffn if isinstance(ffn, JitteredConfig) else ffn
+        experts = block.experts if isinstance(block, MoEConfig) else None
+        if ffn.router_infos():
+            is_rounded = isinstance(experts, FakeQuantizedExpertsConfig)
+            formats[layer] = experts.format if is_rounded else None
+    first = min(formats, default=0)
+    for layer in formats or (0,):
+        if (name := formats.get(layer)) is None:
+            raise ConfigError(
+                f"--packed stores rounded experts, but layer {layer} has none; train with experts: "
+                "{type: fake_quantized, format: ...}, or convert without --packed"
+            )
+        if name != formats[first]:
+            raise ConfigError(
+                f"--packed stores one format, but the experts of layer {first} are {formats[first]} and "
+                f"those of layer {layer} {name}; convert without --packed"
+            )
+    return cast("Format", formats[first])
+
+
+def _quantization_config(name: Format) -> dict[str, Any]:
+    """Return the description of packed experts for `config.json`, in the words of compressed-tensors."""
+    kind, arguments = COMPRESSED[name]
+    experts = {
+        "targets": [r"re:.*\.experts\.\d+\..*"],
+        "weights": {**arguments, "symmetric": True, "dynamic": False},
+        "format": kind,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": experts},
+        "ignore": [],
+        # Makes transformers read packed experts. For other formats it would ignore a scale, or fail.
+        **({"dequantize": True} if name in READ_BY_TRANSFORMERS else {}),
+    }
 
 
 def _mlx_notes(attempt: _Attempt, ours: Options) -> list[str]:
@@ -341,7 +425,8 @@ def hf_tensors(
     state = dict(decoder.state_dict())
     for path, part in decoder.named_modules():
         if isinstance(part, FakeQuantizedExperts):
-            inner = {**part.experts.state_dict(), **part.rounded()}
+            rounded = part.rounded() if export.packed is None else {}
+            inner = {**part.experts.state_dict(), **rounded}
             state |= {f"{path}.{name}": value for name, value in inner.items()}
     # A jittered block contains the block to export.
     ours = {name.replace(".ffn.ffn.", ".ffn.", 1): value for name, value in state.items()}
@@ -350,9 +435,26 @@ def hf_tensors(
     for name, shape in distinct_tensors(empty).items():
         tensor = ours[name] if name in ours else added_weight(name, shape.shape, dtype)
         for piece in layout_of(export.family, name)(shape.shape, export.hf_config)[0]:
+            if export.packed is not None and shape.ndim == 3:  # matrices of experts
+                stem = piece.name.removesuffix("weight")
+                for key, stored in pack(piece.part(shape), export.packed).items():
+                    sizes[stem + key] = stored.numel() * stored.element_size()
+                    makers[stem + key] = partial(_packed, piece, tensor, export.packed, key)
+                continue
             sizes[piece.name] = piece.part(shape).numel() * tensor.element_size()
             makers[piece.name] = partial(_part, piece, tensor, export.factor(name))
     return sizes, makers
+
+
+def _packed(piece: WeightSlice, ours: Tensor, name: Format, key: str) -> Tensor:
+    """Return one of the tensors that store the matrix of an expert in a format."""
+    of_matrix = None
+    if name == "nvfp4":
+        # Gate and up are halves of a matrix of ours, and share the scale of the whole.
+        expert_ids = torch.arange(len(ours)).view(-1, 1, 1).expand(ours.shape)
+        matrix_OI = ours.detach()[piece.part(expert_ids)[0, 0]]
+        of_matrix = matrix_OI.abs().amax().view(1, 1, 1)
+    return pack(piece.part(ours.detach()), name, of_matrix)[key]
 
 
 def _part(piece: WeightSlice, ours: Tensor, factor: float) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_ffn
@@ -107,6 +108,37 @@ def test_a_run_begins_with_what_was_converted_by_the_printed_command(tmp_path: P
     assert done.code == 0, done.stderr
     assert re.search(r"init_from: (\d+) of \1 tensors come from ", done.stdout)
     assert " (was " not in done.stdout.replace("data.seq_len is 16 (was 48)", "")
+
+
+ROUNDED = "{type: fake_quantized, format: int8, experts: {type: swiglu, d_ff: 32}}"
+
+
+def test_rounded_experts_are_packed(tmp_path: Path) -> None:
+    sizes = {"model__d_model": "32", "model__ffn__router__renormalize": "true"}
+    run = trained(model__ffn__experts=ROUNDED, **sizes)
+
+    done = convert(run, tmp_path / "packed", "--packed")
+
+    assert (done.code, done.stderr) == (0, "")
+    assert "  the weights of the experts are packed as int8\n" in done.stdout
+    names = load_file(tmp_path / "packed/model.safetensors").keys()
+    assert "model.layers.1.block_sparse_moe.experts.7.w3.weight_packed" in names
+
+
+def test_experts_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+    exact = convert(trained(), tmp_path / "packed", "--packed")
+    file = convert(trained(), tmp_path / "model.gguf", "--packed")
+
+    assert (exact.code, file.code) == (2, 2)
+    assert exact.stderr == (
+        "error: --packed stores rounded experts, but layer 0 has none; train with experts: {type: "
+        "fake_quantized, format: ...}, or convert without --packed\n"
+    )
+    assert file.stderr == (
+        "error: --packed stores the experts of a run or a model folder of moe_ffn in a folder of "
+        f"transformers, not '{trained()}' in '{tmp_path}/model.gguf'; leave it out\n"
+    )
+    assert not (tmp_path / "packed").exists()
 
 
 def test_a_run_becomes_a_file_of_llama_cpp(tmp_path: Path) -> None:

@@ -156,6 +156,16 @@ def test_a_training_on_the_cpu_is_refused_by_all_that_it_keeps(
     )
 
 
+def test_a_training_on_the_cpu_is_refused_by_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = validate(TrainConfig, {"optimizer": {"type": "sgd"}})
+    needed = 12 * config.model.num_params(257, config.data.seq_len)
+    monkeypatch.setattr(memory, "memory_limit", lambda: needed + 10**9)
+    check_fits(config, teacher_bytes=10**9)
+    said = f" 'sgd', {gigabytes(10**9 + 1)} of them for objective.distill.teacher, but this process may"
+    with pytest.raises(ConfigError, match=said):
+        check_fits(config, teacher_bytes=10**9 + 1)
+
+
 def test_a_model_is_refused_by_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     config = validate(TrainConfig, ON_GPU)
     num_bytes = 4 * config.model.num_params(257, config.data.seq_len)

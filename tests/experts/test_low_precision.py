@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_ffn import ConfigError, build_ffn
-from moe_ffn.experts.low_precision import FORMATS, Format, fake_quantize, pack, quantize
+from moe_ffn import ConfigError, Decoder, DecoderConfig, build_ffn
+from moe_ffn.experts.low_precision import (
+    COMPRESSED,
+    FORMATS,
+    Format,
+    fake_quantize,
+    pack,
+    quantize,
+)
 from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.weights import export_transformers
+from moe_ffn.weights.to_transformers import READ_BY_TRANSFORMERS
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """The positive numbers of FP4, in the order of their codes; those at even places have an even mantissa."""
@@ -165,8 +179,7 @@ def test_a_format_of_null_can_be_replaced_later() -> None:
     [
         (
             {"format": "mxfp4", "experts": {"type": "swiglu", "d_ff": 40}},
-            r"experts.format \(mxfp4\) scales blocks of 32 numbers, but a row of 'down' has 40; "
-            "make it 32 or 64",
+            r"experts.format \(mxfp4\) scales blocks of 32 numbers, but d_ff is 40; make it 32 or 64, or use",
         ),
         ({"format": "mxfp5"}, "experts.format: must be one of 'mxfp4', .*, got 'mxfp5'"),
         ({"experts": {"type": "fake_quantized"}}, "'fake_quantized' cannot be inside itself"),
@@ -180,40 +193,154 @@ def test_a_format_that_does_not_fit_the_experts_is_refused(
         block(**options)
 
 
-def test_a_format_that_does_not_fit_the_tokens_is_refused() -> None:
-    experts = {"type": "fake_quantized", "format": None, "inputs": "mxfp4"}
-    with pytest.raises(
-        ConfigError, match=r"experts.inputs \(mxfp4\) .* a token of the experts has 48; make"
-    ):
-        build_ffn({"type": "moe", "experts": experts}, 48)
+LATENT = {"type": "latent", "width": 40, "experts": {"type": "swiglu", "d_ff": 64}}
+MATCHED = {
+    "type": "swiglu",
+    "d_ff": {"match": "active_params", "of": {"type": "dense", "d_ff": 90}},
+}
+
+
+@pytest.mark.parametrize(
+    ("ffn", "said"),
+    [
+        (
+            {"experts": {"format": None, "inputs": "mxfp4"}},
+            r"model.ffn.experts.inputs \(mxfp4\) scales blocks of 32 numbers, but d_model is 48; make it",
+        ),
+        (
+            {"experts": {"format": "nvfp4", "experts": LATENT}},
+            r"model.ffn.experts.format \(nvfp4\) scales blocks of 16 numbers, but the inner width is 40;",
+        ),
+        (
+            {"experts": {"format": "nvfp4", "experts": MATCHED}},
+            r"model.ffn.experts.format \(nvfp4\) scales blocks of 16 numbers, but d_ff is 29; make it 16",
+        ),
+        (
+            {"type": "biased", "ffn": {"type": "moe", "experts": {"format": "int8"}}},
+            r"model.ffn.ffn.experts.format \(int8\) scales blocks of 32 numbers, but d_model is 48; make",
+        ),
+    ],
+)
+def test_a_format_that_widths_do_not_divide_is_refused_before_a_module_is_built(
+    ffn: dict[str, Any], said: str
+) -> None:
+    block = ffn.get("ffn", ffn)
+    block["experts"]["type"] = "fake_quantized"
+    model = {"d_model": 48, "ffn": {"type": "moe", **ffn}}
+    with pytest.raises(ValueError, match=said):
+        TrainConfig.model_validate({"model": model})
 
 
 # -- stored tensors
 
 
+def unpacked(stored: dict[str, Tensor], name: Format) -> Tensor:
+    """The matrix that stored tensors hold, in float64: elements times scales."""
+    scale = stored["weight_scale"]
+    if name in ("mxfp4", "mxfp8"):
+        scale = 2.0 ** (scale.double() - 127)
+    if (whole := stored.get("weight_global_scale")) is not None:
+        scale = scale.float() / whole
+    if name in ("int4", "int8"):
+        bits = int(name[-1])
+        words = stored["weight_packed"].to(torch.int64) & 0xFFFFFFFF
+        codes = (words.unsqueeze(-1) >> torch.arange(0, 32, bits)) & (2**bits - 1)
+        elements = codes.flatten(-2) - 2 ** (bits - 1)
+        assert elements.shape == tuple(stored["weight_shape"])
+    elif "weight_packed" in stored:
+        codes = torch.stack([stored["weight_packed"] & 15, stored["weight_packed"] >> 4], -1)
+        code = codes.flatten(-2)
+        elements = torch.tensor(E2M1)[(code & 7).long()] * (1 - 2.0 * (code >> 3))
+    else:
+        elements = stored["weight"]
+    blocks = elements.double().unflatten(-1, (scale.shape[-1], -1))
+    return (blocks * scale.double().unsqueeze(-1)).flatten(-2)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_tensors_hold_the_rounded_matrix(name: Format) -> None:
     weight_OI = matrices()[0]
-    packed = pack(weight_OI, name)
-    scale = packed["weight_scale"]
-    if name in ("mxfp4", "mxfp8"):
-        scale = 2.0 ** (scale.double() - 127)
-    if (whole := packed.get("weight_global_scale")) is not None:
-        scale = scale.float() / whole
-    if name == "int4":
-        words = packed["weight_packed"].to(torch.int64) & 0xFFFFFFFF
-        elements = ((words.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15).flatten(-2) - 8
-    elif "weight_packed" in packed:
-        code = torch.stack(
-            [packed["weight_packed"] & 15, packed["weight_packed"] >> 4], -1
-        ).flatten(-2)
-        elements = torch.tensor(E2M1)[(code & 7).long()] * (1 - 2.0 * (code >> 3))
-    else:
-        elements = packed["weight"]
-    found = elements.double().unflatten(-1, (scale.shape[-1], -1)) * scale.double().unsqueeze(-1)
-    torch.testing.assert_close(
-        found.flatten(-2).float(), fake_quantize(weight_OI, name), rtol=1e-6, atol=0
-    )
+    found = unpacked(pack(weight_OI, name), name)
+    torch.testing.assert_close(found.float(), fake_quantize(weight_OI, name), rtol=1e-6, atol=0)
+
+
+FAMILIES = {
+    "mixtral": {"router": {"type": "top_k", "renormalize": True}},
+    "qwen2_moe": {"shared_expert": {"type": "swiglu", "d_ff": 64}, "combine": "sigmoid_gate"},
+}
+"""Architecture in transformers -> options of its block."""
+
+
+def rounded_block(name: Format | None, architecture: str) -> dict[str, Any]:
+    experts = {"type": "fake_quantized", "format": name, "experts": {"type": "swiglu", "d_ff": 32}}
+    return {"type": "moe", "num_experts": 3, "experts": experts, **FAMILIES[architecture]}
+
+
+def rounded_model(name: Format | None, architecture: str, **options: Any) -> Decoder:
+    given = {"d_model": 64, "num_layers": 2, "ffn": rounded_block(name, architecture), **options}
+    torch.manual_seed(1)
+    decoder = DecoderConfig.model_validate(given).build(97, 32).eval()
+    for parameter in decoder.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return decoder
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_packed_folder_holds_the_rounded_experts_and_every_other_weight(
+    name: Format, architecture: str, tmp_path: Path
+) -> None:
+    decoder = rounded_model(name, architecture)
+    export_transformers(decoder, tmp_path / "rounded")
+    export_transformers(decoder, tmp_path / "packed", packed=True)
+
+    rounded = load_file(tmp_path / "rounded/model.safetensors")
+    stored = load_file(tmp_path / "packed/model.safetensors")
+    for key, weight in rounded.items():
+        if ".experts." not in key:
+            assert torch.equal(stored.pop(key), weight)
+            continue
+        stem = key.removesuffix("weight")
+        packed = {n.removeprefix(stem): stored.pop(n) for n in [*stored] if n.startswith(stem)}
+        torch.testing.assert_close(unpacked(packed, name).float(), weight, rtol=1e-6, atol=0)
+    assert not stored
+
+    config = json.loads((tmp_path / "packed/config.json").read_text())
+    assert config["quantization_config"]["format"] == COMPRESSED[name][0]
+    sizes = [(tmp_path / f"{f}/model.safetensors").stat().st_size for f in ("packed", "rounded")]
+    assert sizes[0] < sizes[1]
+
+
+ROUNDED = rounded_block("int4", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ffn": "moe"}, "--packed stores rounded experts, but layer 0 has none; train with"),
+        (
+            {"ffn_at": {"1": ROUNDED | {"experts": {"type": "swiglu", "d_ff": 32}}}},
+            "--packed stores rounded experts, but layer 1 has none; train with",
+        ),
+        (
+            {"ffn_at": {"1": rounded_block("mxfp4", "mixtral")}},
+            "--packed stores one format, but the experts of layer 0 are int4 and those of layer 1 mxfp4",
+        ),
+        (
+            {"ffn": ROUNDED | {"router": {"type": "top_k", "renormalize": True, "scale": 2.5}}},
+            r"model.ffn.router.scale \(2.5\) multiplies the rounded down projections of mixtral",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_packed_is_refused(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        export_transformers(
+            rounded_model("int4", "mixtral", **options), tmp_path / "m", packed=True
+        )
+    assert not (tmp_path / "m").exists()
 
 
 # -- libraries, which `make clients` installs
@@ -244,32 +371,13 @@ def test_nvfp4_equals_torchao_to_the_bit() -> None:
         assert torch.equal(ours["weight_global_scale"], 1 / whole[None])
 
 
-STORED: dict[str, tuple[str, dict[str, Any]]] = {
-    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 32}),
-    "mxfp8": ("mxfp8-quantized", {"num_bits": 8, "type": "float", "group_size": 32}),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"},
-    ),
-    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "group_size": 32}),
-    "int8": ("int-quantized", {"num_bits": 8, "type": "int", "group_size": 32}),
-    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-}
-"""Format -> compressor and arguments of compressed-tensors."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", FORMATS)
 def test_packed_tensors_are_read_by_compressed_tensors(name: Format) -> None:
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    kind, arguments = STORED[name]
-    scale_dtype = {"mxfp4": torch.uint8, "mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(
-        name
-    )
-    args = quantization.QuantizationArgs(
-        **{"strategy": "group", "symmetric": True, "scale_dtype": scale_dtype, **arguments}
-    )
+    kind, arguments = COMPRESSED[name]
+    args = quantization.QuantizationArgs.model_validate({**arguments, "symmetric": True})
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
     compressor = compressors.BaseCompressor.get_value_from_registry(kind)
     weight_OI = matrices()[0]
@@ -278,3 +386,53 @@ def test_packed_tensors_are_read_by_compressed_tensors(name: Format) -> None:
 
     rtol = 2**-8 if name == "nvfp4" else 1e-6  # there it multiplies in bfloat16
     torch.testing.assert_close(read.float(), fake_quantize(weight_OI, name), rtol=rtol, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_compressed_tensors_reads_a_packed_folder(
+    name: Format, architecture: str, tmp_path: Path
+) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    decoder = rounded_model(name, architecture)
+    export_transformers(decoder, tmp_path / "rounded")
+    export_transformers(decoder, tmp_path / "packed", packed=True)
+    options = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
+    config = quantization.QuantizationConfig.model_validate(options)
+    (scheme,) = config.config_groups.values()
+    compressor = compressors.BaseCompressor.get_value_from_registry(config.format)
+
+    stored = load_file(tmp_path / "packed/model.safetensors")
+    experts = 0
+    for key, weight in load_file(tmp_path / "rounded/model.safetensors").items():
+        module = key.removesuffix(".weight")
+        if re.match(scheme.targets[0].removeprefix("re:"), module):
+            experts += 1
+            names = [n for n in stored if n.startswith(f"{module}.")]
+            packed = {n.removeprefix(f"{module}."): stored[n] for n in names}
+            read = compressor.decompress(packed, scheme)["weight"].float()
+            rtol = 2**-8 if name == "nvfp4" else 1e-6  # there it multiplies in bfloat16
+            torch.testing.assert_close(read, weight, rtol=rtol, atol=0)
+    assert experts == 2 * 3 * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("name", sorted(READ_BY_TRANSFORMERS))
+def test_transformers_reads_a_packed_folder(
+    name: Format, architecture: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    decoder, exact = rounded_model(name, architecture), rounded_model(None, architecture)
+    export_transformers(decoder, tmp_path / "m", packed=True)
+    ids_BS = torch.arange(20)[None]
+    with torch.no_grad():
+        wanted = decoder(ids_BS).logits
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+        # It decompresses MXFP4 to bfloat16, which holds the numbers exactly.
+        torch.testing.assert_close(theirs.float()(ids_BS).logits, wanted, atol=1e-4, rtol=0)
+        assert (exact(ids_BS).logits - wanted).abs().max() > 0.02

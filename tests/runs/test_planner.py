@@ -18,6 +18,7 @@ from moe_ffn.config.yaml_files import read_config
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.parallel.layout import Layout
+from moe_ffn.report.html import compact
 from moe_ffn.runs import planner
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import (
@@ -31,7 +32,8 @@ from moe_ffn.runs.planner import (
     layouts,
     plan_layouts,
 )
-from moe_ffn.training.objective import cross_entropy_of
+from moe_ffn.training.objective import ObjectiveConfig, cross_entropy_of, objective
+from moe_ffn.weights.pretrained import save_pretrained
 from tests.helpers.ranks import Sent, on_ranks, parallelize
 from tests.helpers.tiny_runs import run_here
 
@@ -98,7 +100,7 @@ def test_a_published_model_is_as_large_without_numbers(name: str) -> None:
 def _no_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Following a step takes most of the time of a plan, and this test asks for none of it."""
 
-    def nothing(config: TrainConfig, num_sequences: int, precision: str) -> Activations:
+    def nothing(config: TrainConfig, num_sequences: int, *of: Any) -> Activations:
         return Activations(0, (0,) * config.model.num_layers, 0)
 
     monkeypatch.setattr(planner, "activations_of", nothing)
@@ -144,6 +146,11 @@ def kept(config: TrainConfig, precision: str) -> float:
     with patch("moe_ffn.kernels.cpu.is_dispatch_mode_on", lambda: False), tracker, autocast:
         output = decoder(ids_BS)
         torch.autograd.grad(cross_entropy_of(output.logits, ids_BS), output.logits)
+    return tracked(tracker)
+
+
+def tracked(tracker: MemTracker) -> float:
+    """Bytes at the peak without weights."""
     (parts,) = tracker.get_tracker_snapshot("peak").values()
     named = {str(getattr(kind, "value", kind)): value for kind, value in parts.items()}
     return named["Total"] - named["Parameter"] - named["Buffer"]
@@ -170,6 +177,42 @@ def test_planned_activations_are_those_of_a_real_step(
     config = config_of(model={**model, "num_layers": 2})
     planned = activations_of(config, num_sequences=4, precision=precision).total
     assert planned == pytest.approx(kept(config, precision), rel=0.05)
+
+
+TEACHER = DecoderConfig.model_validate(
+    {"d_model": 64, "num_layers": 2, "attention": {"num_heads": 4}, "ffn": "swiglu"}
+)
+
+
+def test_the_activations_of_a_teacher_are_those_of_a_real_step() -> None:
+    config = config_of(model={"ffn": "swiglu", "num_layers": 2})
+    planned = activations_of(config, 4, "32-true", TEACHER).total
+    decoder, teacher = (model.build(257, 64) for model in (config.model, TEACHER))
+    ids_BS = torch.randint(0, 257, (4, 64))
+    weights = ObjectiveConfig.model_validate({"distill": {"teacher": "any"}})
+    tracker = MemTracker()
+    tracker.track_external(decoder, teacher, ids_BS)
+    with patch("moe_ffn.kernels.cpu.is_dispatch_mode_on", lambda: False), tracker:
+        output = decoder(ids_BS)
+        with torch.no_grad():
+            theirs = teacher(ids_BS).logits
+        loss = objective(output.logits, ids_BS, {}, weights, teacher_logits_BSV=theirs)
+        torch.autograd.grad(loss.total, output.logits)
+    assert planned == pytest.approx(tracked(tracker), rel=0.05)
+
+
+def test_a_teacher_is_whole_on_each_rank_and_computes_forward_alone() -> None:
+    config = config_of(objective={"distill": {"teacher": "any"}})
+    without, with_it = (
+        {p.layout: p for p in plan_layouts(config, 2, DEVICES["h100"], 0.4, teacher)}
+        for teacher in (None, TEACHER)
+    )
+    for layout, plan in with_it.items():
+        more = plan.memory.weights - without[layout].memory.weights
+        assert more == pytest.approx(4 * TEACHER.num_params(257, 64))
+        flops = 2 * 64 * TEACHER.flops_per_token(257, 64)
+        seconds = plan.compute_seconds - without[layout].compute_seconds
+        assert seconds == pytest.approx(flops / DEVICES["h100"].flops / 0.4)
 
 
 def test_recomputed_layers_keep_their_input_alone() -> None:
@@ -453,6 +496,19 @@ def test_every_layout_that_fits_has_a_row_and_the_fastest_is_said() -> None:
     assert "parallel: {data: " in said
     assert " s per step, bound by " in said
     assert "a GPU has 80 GB, computes " in " ".join(said.split())
+
+
+def test_a_teacher_is_read_and_counted(tmp_path: Path) -> None:
+    save_pretrained(TEACHER.build(257, 64), tmp_path / "teacher")
+    code, said = plan("--gpus", "2", "--objective.distill.teacher", str(tmp_path / "teacher"))
+    assert code == 0
+    count = compact(TEACHER.num_params(257, 64))
+    assert f"and a teacher of {count}, whole on each GPU, in weights, activ and s/step" in said
+    code, said = plan("--objective.distill.teacher", str(tmp_path / "nowhere"))
+    assert (code, f"objective.distill.teacher: '{tmp_path}/nowhere' is not there" in said) == (
+        2,
+        True,
+    )
 
 
 def test_figures_may_be_given_and_a_model_that_is_too_large_is_said() -> None:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,16 +19,25 @@ from torch.distributions import Categorical, kl_divergence
 import moe_ffn
 from moe_ffn import ConfigError, DecoderConfig
 from moe_ffn.cli.training_run import read_teacher
-from moe_ffn.data.prepare import PreparedData
-from moe_ffn.data.tokenizer import Tokenizer, train_bpe
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
-from moe_ffn.training.distillation import distillation_loss
+from moe_ffn.training.distillation import (
+    Answers,
+    StoredAnswers,
+    digests_of,
+    distillation_loss,
+    stored_distillation_loss,
+    write_answers,
+)
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
 from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint
 from tests.helpers.fitted import MakeConfig
 from tests.helpers.same_run import differences
-from tests.helpers.tiny_runs import run_here
+from tests.helpers.tiny_runs import run_here, trained
 
+EVALUATE = "moe_ffn.cli.evaluate"
 TARGETS = torch.tensor([[1, IGNORED_TARGET, 0], [2, 2, IGNORED_TARGET]])
 
 
@@ -48,6 +59,37 @@ def test_the_loss_is_the_divergence_from_the_teacher_at_predicted_tokens(
     torch.testing.assert_close(found, wanted)
 
 
+def naive_stored_loss(ours: Tensor, theirs: Tensor, counted: Tensor, top: int) -> Tensor:
+    """The divergence between the distributions over `top` tokens and one bin, position by position."""
+    losses = []
+    for q, p in zip(ours[counted].softmax(-1), theirs[counted].softmax(-1), strict=True):
+        best = sorted(range(len(p)), key=lambda v: -p[v].item())[:top]
+        others = [v for v in range(len(p)) if v not in best]
+        bins = [[v] for v in best] + ([others] if others else [])
+        p_bins, q_bins = (torch.stack([x[b].sum() for b in bins]) for x in (p, q))
+        losses.append(kl_divergence(Categorical(probs=p_bins), Categorical(probs=q_bins)))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("top", [1, 3, 5])
+def test_the_loss_of_stored_answers_has_a_bin_for_all_other_tokens(top: int) -> None:
+    counted, theirs = TARGETS != IGNORED_TARGET, logits(0)
+    found, wanted = logits(1).requires_grad_(), logits(1).requires_grad_()
+    answers = Answers.of(theirs, top)
+
+    loss = stored_distillation_loss(found, answers, counted)
+    oracle = naive_stored_loss(wanted, theirs, counted, top)
+    loss.backward()
+    oracle.backward()
+
+    # The file holds float32.
+    torch.testing.assert_close(loss, oracle, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-7)
+    whole = distillation_loss(logits(1), theirs, counted)
+    assert loss <= whole + 1e-6
+    assert (top == 5) == torch.isclose(loss.detach(), whole, rtol=1e-5)
+
+
 def test_the_objective_averages_text_and_teacher_and_gives_the_teacher_no_gradient() -> None:
     ours, theirs = logits(1).requires_grad_(), logits(0).requires_grad_()
     weights = ObjectiveConfig.model_validate({"distill": {"teacher": "any", "weight": 0.25}})
@@ -62,6 +104,145 @@ def test_the_objective_averages_text_and_teacher_and_gives_the_teacher_no_gradie
     assert found.detach().other_terms.keys() == {"distillation"}
 
 
+def test_stored_answers_are_the_teachers_at_each_position(
+    run_train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_train(tmp_path, "--trainer.max_steps", "1").folder
+    file = tmp_path / "answers.safetensors"
+
+    done = run_here(str(run), "--store-answers", str(file), "--top", "7", program=EVALUATE)
+
+    assert done.code == 0, done.stderr
+    loaded = moe_ffn.load_run(run)
+    tokens = torch.from_numpy(np.array(prepare(loaded.config.data).train, "int64"))
+    stored = StoredAnswers(file, "teacher")
+    assert (stored.top, stored.num_positions) == (7, len(tokens) - 1)
+    starts = torch.tensor([0, 8, 32, len(tokens) - 17])
+    found = stored.at(starts, 16)
+    for row, start in enumerate(starts.tolist()):
+        with torch.no_grad():
+            logits_SV = loaded.model(tokens[None, start : start + 16]).logits[0]
+        # Later windows answer what has half a window of context, and the last what is left.
+        late = slice({0: 0, len(tokens) - 17: 15}.get(start, 8), 16)
+        wanted = Answers.of(logits_SV[late], 7)
+        torch.testing.assert_close(found.log_probs[row, late], wanted.log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found.log_rest[row, late], wanted.log_rest, atol=1e-5, rtol=0)
+        assert (found.token_ids[row, late] == wanted.token_ids).float().mean() > 0.9  # but for ties
+
+
+def test_a_batch_knows_where_its_sequences_begin() -> None:
+    tokens = torch.randint(0, 50, (103,)).numpy()
+    for index, rank in product(range(9), range(2)):  # three epochs
+        batch = TrainBatches(tokens, 7, 4, seed=1, rank=rank, world_size=2)[index]
+        assert batch.starts is not None
+        for start, inputs in zip(batch.starts, batch.input_ids, strict=True):
+            assert inputs.tolist() == tokens[start : start + 7].tolist()
+
+
+def save_without_context(folder: Path) -> str:
+    """Save a teacher whose answers depend on one token only, so that windows make no difference."""
+    teacher = moe_ffn.load_pretrained(save(folder))
+    with torch.no_grad():
+        teacher.embedding.weight.mul_(30)  # its answers differ from token to token
+        for number in range(teacher.config.num_layers):
+            teacher.get_parameter(f"layers.{number}.attention.output.weight").zero_()
+    moe_ffn.save_pretrained(teacher, folder, BytesTokenizer())
+    return str(folder)
+
+
+def test_a_run_learns_from_stored_answers_as_from_their_teacher(
+    run_train: Any, tmp_path: Path
+) -> None:
+    teacher, file = save_without_context(tmp_path / "teacher"), tmp_path / "answers.safetensors"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = run_train(tmp_path / "one", "--objective.distill.teacher", teacher)
+    assert one.code == 0, one.stderr
+    config = str(one.folder / "config.yaml")
+    store = (teacher, "--data", config, "--store-answers", str(file))
+
+    done = run_here(*store, "--top", "257", program=EVALUATE)
+    assert done.code == 0, done.stderr
+    two = run_train(tmp_path / "two", "--objective.distill.teacher", str(file))
+
+    assert two.code == 0, two.stderr
+    assert f"teacher: {file}, the 257 likeliest tokens at " in two.stdout
+    key = "train/distillation"
+    losses = [[row[key] for row in run.rows if key in row] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert min(losses[0]) > 0.1
+
+    assert run_here(*store, "--top", "3", program=EVALUATE).code == 0
+    refused = run_here("--resume", str(two.folder), "--trainer.max_steps", "8")
+    assert refused.code == 2
+    assert (
+        f"objective.distill.teacher: the answers in '{file}' are not those with which"
+        in refused.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"objective": {"distill": {"temperature": 2.0}}}, r"temperature \(2\) must be 1 for"),
+        ({"model": {"causal": False}}, "predicts next tokens, but model.causal is false"),
+        (
+            {"data": {"validation_percent": 45}},
+            "are those to another training split of [0-9,]+ tokens; this run has",
+        ),
+        (
+            {"data": {"tokenizer": {"type": "bpe", "vocab_size": 512}}},
+            "are tokens of another tokenizer than data.tokenizer",
+        ),
+        ({}, ""),
+    ],
+)
+def test_answers_to_another_text_are_refused(
+    options: dict[str, Any], said: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    file, usual = tmp_path / "answers.safetensors", prepare(make_config().data)
+    about = digests_of(usual.tokenizer, usual.train)
+    answers = Answers.of(torch.randn(len(usual.train) - 1, 257), 2)
+    write_answers(file, len(usual.train) - 1, 2, about, [answers])
+    distill = {"teacher": str(file), **options.get("objective", {}).get("distill", {})}
+    config = make_config(**{**options, "objective": {"distill": distill}})
+    if not said:
+        assert isinstance(read_teacher(config, prepare(config.data)), StoredAnswers)
+        return
+    with pytest.raises(ConfigError, match=said):
+        read_teacher(config, prepare(config.data))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--top", "300"), "--top (300) must not exceed the 257 tokens of"),
+        (("--k", "1"), "--k: cannot be used with --store-answers"),
+        (("--store-answers", "answers.bin"), "'answers.bin' must end in .safetensors"),
+    ],
+)
+def test_answers_that_cannot_be_stored_are_refused(
+    options: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "a.safetensors")
+    done = run_here(str(trained()), "--store-answers", file, *options, program=EVALUATE)
+    assert done.code == 2
+    assert said in done.stderr
+    assert not Path(file).exists()
+
+
+def test_a_file_without_answers_is_refused(
+    make_config: MakeConfig, prepared: PreparedData, tmp_path: Path
+) -> None:
+    for text, said in ((None, "is not there; write one with"), ("x", "holds no stored answers")):
+        file = tmp_path / "a.safetensors"
+        if text:
+            file.write_text(text)
+        config = make_config(objective={"distill": {"teacher": str(file)}})
+        with pytest.raises(ConfigError, match=f"^objective.distill.teacher: '{file}' {said}"):
+            read_teacher(config, prepared)
+
+
 def save(
     folder: Path, seq_len: int = 16, tokenizer: Tokenizer | None = None, **options: Any
 ) -> str:
@@ -72,6 +253,23 @@ def save(
     decoder = DecoderConfig.model_validate(small | options).build(vocab_size, seq_len)
     moe_ffn.save_pretrained(decoder.eval(), folder, tokenizer)
     return str(folder)
+
+
+def test_a_teacher_whose_logits_are_not_finite_is_named(run_train: Any, tmp_path: Path) -> None:
+    folder = Path(save(tmp_path / "teacher"))
+    teacher = moe_ffn.load_pretrained(folder)
+    with torch.no_grad():
+        teacher.embedding.weight.mul_(1e3)
+        teacher.get_parameter("final_norm.weight").fill_(1e38)  # finite, but the product is not
+    moe_ffn.save_pretrained(teacher, folder)
+
+    guard = ("--trainer.guard.max_skipped_in_a_row", "2")
+    done = run_train(tmp_path, "--objective.distill.teacher", str(folder), *guard)
+
+    assert done.code == 3
+    assert done.stderr.count("its loss is nan, which began in the logits of the teacher; ") == 1
+    assert done.stderr.count("use another objective.distill.teacher, with finite logits") == 2
+    assert "learning_rate" not in done.stderr
 
 
 def test_a_run_resumes_with_its_teacher_whose_weights_stay_out_of_the_checkpoint(
@@ -139,6 +337,7 @@ def test_a_model_that_begins_as_its_teacher_has_nothing_to_learn_from_it(
             {"seq_len": 8},
             r"reads up to 8 tokens, fewer than data.seq_len \(16\); lower data.seq_len",
         ),
+        ({"nan": True}, "has NaN or infinity in embedding.weight; use another teacher"),
         (
             {"tokenizer": True},
             r"has [\d,]+ tokens, but the tokenizer of this run has 257; use its own: ",
@@ -154,6 +353,13 @@ def test_a_teacher_that_predicts_something_else_is_refused(
 ) -> None:
     if "tokenizer" in saved:
         saved = {"tokenizer": train_bpe([b"the cat sat on the mat " * 20], vocab_size=270)}
-    config = make_config(objective={"distill": {"teacher": save(tmp_path / "teacher", **saved)}})
+    is_broken = saved.pop("nan", False)
+    folder = save(tmp_path / "teacher", **saved)
+    if is_broken:
+        teacher = moe_ffn.load_pretrained(folder)
+        with torch.no_grad():
+            teacher.embedding.weight[3, 5] = torch.nan
+        moe_ffn.save_pretrained(teacher, folder)
+    config = make_config(objective={"distill": {"teacher": folder}})
     with pytest.raises(ConfigError, match=f"^objective.distill.teacher: .*{said}"):
         read_teacher(config, prepared)

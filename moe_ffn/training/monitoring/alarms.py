@@ -184,7 +184,7 @@ class AlarmRules(Checkpointed):
         if not self._begins(skipped.step, 1, "skipped_step", None):
             return []
         message = f"skipped ({skipped.num_in_a_row} in a row, {limit} end the run): {skipped}"
-        advice = self.advice.against("skipped_step", None)
+        advice = skipped.advice or self.advice.against("skipped_step", None)
         return [Alarm(skipped.step, "skipped_step", None, message, advice)]
 
     def not_judged(self, num_steps: int, *, is_routed: bool) -> list[str]:

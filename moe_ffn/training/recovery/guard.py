@@ -36,6 +36,10 @@ STEPS_OF_MEDIAN, STEPS_BEFORE_JUDGING = 32, 5
 """Number of earlier steps whose median loss a loss is compared with, and the minimum number of them."""
 
 
+TEACHER_LOGITS = "the logits of the teacher"
+"""Place of a NaN in a distillation loss."""
+
+
 @dataclass(frozen=True)
 class SkippedStep:
     """A skipped optimizer step, which changed no parameters, moments or biases."""
@@ -49,6 +53,12 @@ class SkippedStep:
     num_in_a_row: int
     """Number of consecutive skipped steps, including this one."""
 
+    @property
+    def advice(self) -> str:
+        """Option to change if the step's loss says nothing about the run; empty otherwise."""
+        is_of_teacher = self.began_in == TEACHER_LOGITS
+        return "use another objective.distill.teacher, with finite logits" if is_of_teacher else ""
+
     def __str__(self) -> str:
         place = f", which began in {self.began_in}" if self.began_in else ""
         return f"{self.reason}{place}"
@@ -57,10 +67,11 @@ class SkippedStep:
 class Diverged(TrainingError):  # noqa: N818 - what the run has done
     """The run cannot continue, or no longer learns."""
 
-    def __init__(self, step: int, problem: str) -> None:
-        super().__init__(f"step {step}: {problem}")
-        self.step = step
+    def __init__(self, skipped: SkippedStep, problem: str) -> None:
+        super().__init__(f"step {skipped.step}: {problem}")
+        self.step = skipped.step
         self.problem = problem
+        self.skipped = skipped
 
 
 class StepGuard(Checkpointed):
@@ -115,7 +126,7 @@ class StepGuard(Checkpointed):
         limit = self.config.max_skipped_in_a_row
         if skipped.num_in_a_row >= limit:
             steps = "1 step was" if limit == 1 else f"{limit} steps in a row were"
-            raise Diverged(skipped.step, f"{steps} skipped; the last because {skipped}")
+            raise Diverged(skipped, f"{steps} skipped; the last because {skipped}")
 
 
 def find_nan_source(
@@ -140,7 +151,9 @@ def find_nan_source(
         losses, name = _forward_and_source(model, forward)
         if name is None and not _is_finite(losses.total):
             terms = {"cross_entropy": losses.cross_entropy, **losses.other_terms}
-            name = f"the objective's {nonfinite_name(terms) or 'total'}"
+            # The model's own logits are finite, so the divergence from finite logits would be.
+            term = nonfinite_name(terms) or "total"
+            name = TEACHER_LOGITS if term == "distillation" else f"the objective's {term}"
         if source := first_not_none(name):
             return source
         if gradient_scale is not None:
