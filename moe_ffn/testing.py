@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError, UseCase, explain, show
-from moe_ffn.dispatch import make_plan, unsorted_plan
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import FFNBlock, FFNConfig
+from moe_ffn.ffn.dispatch import make_plan, unsorted_plan
 from moe_ffn.outputs import FFNOutput, PairsOnlyRouting, Routing, TokenContext
 from moe_ffn.routing import Router, RouterConfig, routing_of_pairs
 

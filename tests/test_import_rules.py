@@ -31,21 +31,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "notebook_cards": set(),
     "outputs": {"notebook_cards"},
     "kernels": {"config", "files", "outputs"},
-    # Level 1: the layers. Routing, dispatch and experts never import each other.
+    # Level 1: the layers. Routing and experts never import each other.
     "routing": FOUNDATION,
-    "dispatch": FOUNDATION,
     "experts": FOUNDATION,
     "balancing": FOUNDATION,
-    "ffn": FOUNDATION | {"routing", "dispatch", "experts"},
+    "ffn": FOUNDATION | {"routing", "experts"},
     # Checks of a custom block, router or kind of expert; training calls them too.
-    "testing": FOUNDATION | {"routing", "dispatch", "experts", "ffn"},
+    "testing": FOUNDATION | {"routing", "experts", "ffn"},
     # Level 2: a model, its training, a run's folder and what is read back from it.
     "model": FOUNDATION | {"experts", "ffn", "routing"},
-    "parallel": FOUNDATION | {"dispatch", "experts", "model", "ffn", "routing"},
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,
-    "training": FOUNDATION
-    | {"balancing", "metrics", "model", "data", "ffn", "routing", "experts", "parallel"},
+    "training": FOUNDATION | {"balancing", "metrics", "model", "data", "ffn", "routing", "experts"},
 }
 for _package, _below in {
     "runs": {"training", "testing", "experts", "ffn"},

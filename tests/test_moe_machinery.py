@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ffn import TokenContext
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.dispatch import make_plan
+from moe_ffn.ffn.dispatch import make_plan
 from moe_ffn.kernels.select import BACKENDS
 
 D_MODEL = 8  # of `build_moe`

@@ -19,8 +19,8 @@ from moe_ffn import notebook_cards
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import HasRequirements, Unsupported, UseCase, first_unsupported
 from moe_ffn.config.sizes import MatchConfig
-from moe_ffn.dispatch import Dispatcher
 from moe_ffn.experts.base import Experts, ExpertsConfig
+from moe_ffn.ffn.dispatch import Dispatcher
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig
 from moe_ffn.outputs import FFNOutput, TokenContext
 from moe_ffn.routing.base import Router, RouterConfig

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, describe_options, errors_at
 from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
-from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, unsorted_plan
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import (
@@ -28,6 +27,7 @@ from moe_ffn.ffn.base import (
     flatten_tokens,
     inner_configs,
 )
+from moe_ffn.ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, unsorted_plan
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
 from moe_ffn.kernels.base import is_transform_on, reject_vmap

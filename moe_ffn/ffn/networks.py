@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_ffn.dispatch import make_plan
 from moe_ffn.experts.base import Experts
 from moe_ffn.ffn.base import flatten_tokens, without_padding
 from moe_ffn.ffn.chain_of_experts import ChainOfExpertsFFN
 from moe_ffn.ffn.dense import DenseFFN, GatedFFN, HiddenWidthFFN
+from moe_ffn.ffn.dispatch import make_plan
 from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsFFN, by_sequence, gather_chosen
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.wrappers import NormedFFN, WrapperFFN

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.dispatch import plan_of_pairs
+from moe_ffn.ffn.dispatch import plan_of_pairs
 from moe_ffn.interop.routings import is_experts, layer_of
 from moe_ffn.kernels.activations import (
     ACTIVATIONS,

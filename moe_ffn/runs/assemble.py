@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from moe_ffn.data.prepare import PreparedData, validation_batches
-from moe_ffn.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import portable_options
 from moe_ffn.runs.folder import (
@@ -39,6 +38,7 @@ from moe_ffn.training.monitoring.callbacks import (
 from moe_ffn.training.monitoring.hardware import describe_hardware
 from moe_ffn.training.monitoring.loggers import AlarmLog, MetricsFile, wandb_logger
 from moe_ffn.training.monitoring.progress import progress_display
+from moe_ffn.training.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.stopping import (
     ResumableEarlyStopping,

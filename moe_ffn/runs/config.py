@@ -16,10 +16,10 @@ from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.model.decoder import DecoderConfig, short_name
 from moe_ffn.model.parametrization import Scale
-from moe_ffn.parallel.layout import ParallelConfig
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import MuonConfig, OptimizerConfig
+from moe_ffn.training.parallel.layout import ParallelConfig
 from moe_ffn.training.sampling import SampleConfig
 
 

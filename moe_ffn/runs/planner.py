@@ -23,9 +23,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from moe_ffn.config.errors import UseCase
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
-from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import cross_entropy_of
+from moe_ffn.training.parallel.layout import SHARDED_PRECISIONS, Layout
 
 # -- devices
 

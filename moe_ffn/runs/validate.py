@@ -15,12 +15,12 @@ from moe_ffn.config.environment import check_number_of_processes, is_first_rank
 from moe_ffn.config.errors import ConfigError, UseCase, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.data.batches import require_equal_shares
-from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_custom_parts
 from moe_ffn.runs.folder import check_run_folder
 from moe_ffn.runs.memory import check_fits
 from moe_ffn.training.config import resolve_precision
+from moe_ffn.training.parallel.layout import SHARDED_PRECISIONS, Layout
 
 LAUNCHER_VARIABLES = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
 """Environment variables of torchrun, SLURM, LSF and MPI, each of which sets one in its processes."""

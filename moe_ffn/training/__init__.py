@@ -1,4 +1,5 @@
-"""Training. `monitoring` logs a run; `recovery` handles checkpoints, skipped steps and early ends.
+"""Training. `monitoring` logs a run; `recovery` handles checkpoints, skipped steps and early ends; `parallel`
+trains on several devices.
 
 module.py           the LightningModule
 objective.py        the loss, and the biases and weights that are updated without a gradient

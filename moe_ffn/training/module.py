@@ -25,8 +25,6 @@ from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing
-from moe_ffn.parallel.layout import SINGLE_PROCESS, Layout
-from moe_ffn.parallel.sharding import Sharder, clip_by_norm_, total_norm
 from moe_ffn.training.distillation import StoredAnswers
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
@@ -44,6 +42,8 @@ from moe_ffn.training.optimizer import (
     build_schedule,
     replace_options,
 )
+from moe_ffn.training.parallel.layout import SINGLE_PROCESS, Layout
+from moe_ffn.training.parallel.sharding import Sharder, clip_by_norm_, total_norm
 from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, find_nan_source
 
 

@@ -291,7 +291,7 @@ def add_coupling_gradient(decoder: nn.Module, config: CouplingConfig, seed: int)
     Args:
         seed: seed of the noise, equal on all ranks.
     """
-    from moe_ffn.parallel.sharding import full_tensor, shard_like  # takes seconds
+    from moe_ffn.training.parallel.sharding import full_tensor, shard_like  # takes seconds
 
     mixtures = [module for module in decoder.modules() if isinstance(module, MoEFFN)]
     device = next(decoder.parameters()).device

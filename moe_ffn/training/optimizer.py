@@ -389,7 +389,7 @@ class Muon(optim.AdamW):
         if local is parameter:
             orthogonal = orthogonalise(update)
         else:  # here, since the import takes half a second
-            from moe_ffn.parallel.sharding import on_whole_matrices
+            from moe_ffn.training.parallel.sharding import on_whole_matrices
 
             orthogonal = on_whole_matrices(orthogonalise, update, parameter)
         num_rows, num_columns = parameter.shape[-2] // num_fused, parameter.shape[-1]

@@ -1,4 +1,4 @@
-"""Lightning strategy for a model that `moe_ffn.parallel` shards over ranks."""
+"""Lightning strategy for a model that `moe_ffn.training.parallel` shards over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from moe_ffn.parallel.sharding import empty_shard_like, shard_like
+from moe_ffn.training.parallel.sharding import empty_shard_like, shard_like
 from moe_ffn.training.recovery.checkpoint_file import SavedTensors, read_checkpoint
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_ffn import DecoderConfig, FFNConfig, TokenContext, build_ffn
-from moe_ffn.dispatch import make_plan
+from moe_ffn.ffn.dispatch import make_plan
 
 D_MODEL = 16
 LONGEST_LINE = 200

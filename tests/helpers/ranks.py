@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import Sharder
+from moe_ffn.training.parallel.layout import Layout
+from moe_ffn.training.parallel.sharding import Sharder
 
 SECONDS = 60
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch import plan_of_pairs
+from moe_ffn.ffn.dispatch import plan_of_pairs
 from moe_ffn.kernels import cpu as backend
 from moe_ffn.kernels.activations import ClampedSwiGLU
 from moe_ffn.kernels.base import ExpertWeights

@@ -17,7 +17,6 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.parallel.layout import Layout
 from moe_ffn.report.html import compact
 from moe_ffn.runs import planner
 from moe_ffn.runs.config import TrainConfig
@@ -33,6 +32,7 @@ from moe_ffn.runs.planner import (
     plan_layouts,
 )
 from moe_ffn.training.objective import ObjectiveConfig, cross_entropy_of, objective
+from moe_ffn.training.parallel.layout import Layout
 from moe_ffn.weights.pretrained import save_pretrained
 from tests.helpers.ranks import Sent, on_ranks, parallelize
 from tests.helpers.tiny_runs import run_here

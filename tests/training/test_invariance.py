@@ -19,9 +19,9 @@ from torch import Tensor
 
 from moe_ffn import DecoderConfig
 from moe_ffn.config.yaml_files import to_yaml
-from moe_ffn.parallel.layout import SINGLE_PROCESS
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
+from moe_ffn.training.parallel.layout import SINGLE_PROCESS
 from tests.helpers.first_gradient import first_gradient, fit
 from tests.helpers.fitted import MakeConfig
 from tests.helpers.ranks import on_ranks

@@ -22,10 +22,10 @@ from torch import Tensor
 
 import moe_ffn
 from moe_ffn import DecoderConfig
-from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import full_tensor
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import DEVICES, plan_layouts
+from moe_ffn.training.parallel.layout import Layout
+from moe_ffn.training.parallel.sharding import full_tensor
 from tests.helpers.first_gradient import first_gradient, fit
 from tests.helpers.fitted import MakeConfig
 from tests.helpers.memory import pages_above

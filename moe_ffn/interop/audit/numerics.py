@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.experts.matrices import MatrixExperts
+from moe_ffn.ffn.dispatch import plan_of_pairs
 from moe_ffn.interop.audit.findings import KERNELS, PRECISION, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import empty_shard_like, full_tensor
+from moe_ffn.training.parallel.layout import Layout
+from moe_ffn.training.parallel.sharding import empty_shard_like, full_tensor
 from moe_ffn.training.recovery import checkpoint_file
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,

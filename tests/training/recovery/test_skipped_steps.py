@@ -20,12 +20,12 @@ from lightning.pytorch.plugins.precision.amp import MixedPrecision
 from torch import Tensor
 
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.parallel.layout import SINGLE_PROCESS
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training import module as module_file
 from moe_ffn.training.monitoring.progress import status
 from moe_ffn.training.objective import Objective
+from moe_ffn.training.parallel.layout import SINGLE_PROCESS
 from moe_ffn.training.recovery.guard import Diverged
 from tests.helpers.faults import Fault
 from tests.helpers.first_gradient import fit as fit_on

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ffn import FFNConfig, MoEConfig
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.parallel.dispatcher import AllToAllDispatcher
+from moe_ffn.training.parallel.dispatcher import AllToAllDispatcher
 from tests.helpers.ranks import on_ranks
 
 D_MODEL, BATCH, LENGTH = 8, 4, 6

@@ -1,6 +1,6 @@
 """Plans (pairs sorted by expert) and the dispatcher interface.
 
-The dispatcher that moves tokens between ranks is in `moe_ffn.parallel`.
+The dispatcher that moves tokens between ranks is in `moe_ffn.training.parallel`.
 
 T tokens, D model width, E experts, N (token, expert) pairs, R rows
 """

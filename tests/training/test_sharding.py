@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.parallel.layout import Layout, ParallelConfig
-from moe_ffn.parallel.sharding import Sharder, full_tensor, shard_like
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import check_layout
+from moe_ffn.training.parallel.layout import Layout, ParallelConfig
+from moe_ffn.training.parallel.sharding import Sharder, full_tensor, shard_like
 from tests.helpers.cases import answers
 from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks

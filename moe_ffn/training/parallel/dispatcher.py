@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed._functional_collectives import wait_tensor
 
-from moe_ffn.dispatch import Dispatched, Dispatcher, plan_of_pairs
+from moe_ffn.ffn.dispatch import Dispatched, Dispatcher, plan_of_pairs
 from moe_ffn.kernels.base import compute_dtype
 from moe_ffn.outputs import Plan
 

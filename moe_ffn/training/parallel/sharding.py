@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from moe_ffn.dispatch import Dispatcher
 from moe_ffn.experts.base import Experts
+from moe_ffn.ffn.dispatch import Dispatcher
 from moe_ffn.model.decoder import Block, Decoder
-from moe_ffn.parallel.dispatcher import AllToAllDispatcher
-from moe_ffn.parallel.layout import Layout
+from moe_ffn.training.parallel.dispatcher import AllToAllDispatcher
+from moe_ffn.training.parallel.layout import Layout
 
 
 class Sharder:
