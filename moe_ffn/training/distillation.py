@@ -139,14 +139,17 @@ def write_answers(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        places = [8 + len(text) + end for end in ends]
-        for part in parts:
-            for index, values in enumerate(astuple(part)):
-                file.seek(places[index])
-                places[index] += file.write(values.cpu().numpy().tobytes())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            places = [8 + len(text) + end for end in ends]
+            for part in parts:
+                for index, values in enumerate(astuple(part)):
+                    file.seek(places[index])
+                    places[index] += file.write(values.cpu().numpy().tobytes())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 class StoredAnswers:

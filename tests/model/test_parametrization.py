@@ -182,6 +182,44 @@ def test_training_equals_factors_in_the_forward_pass(
     assert found[-1] < found[0] - 0.05
 
 
+@pytest.mark.slow
+def test_rates_and_initial_values_are_those_of_mup() -> None:
+    """Only the width grows, with the number of heads. `make clients` installs mup.
+
+    Its readouts, the router and the output matrix, have a factor 1 / width in the forward pass.
+    """
+    mup = pytest.importorskip("mup")
+    base = {**BASE, "attention.num_heads": 4}
+    sizes = {"model.attention": {"num_heads": 16, "head_dim": 4}, "model.num_layers": 2}
+    own = config(
+        **sizes,
+        optimizer={"type": "adamw", "learning_rate": 0.5},
+        model__parametrization={"type": "completep", "base": base},
+    )
+    model, standard = build(own), build(config(**sizes))
+    small = {f"model.{option}": size for option, size in base.items()}
+    mup.set_base_shapes(standard, build(config(**{**sizes, **small})), do_assert=False)
+    theirs = mup.MuAdamW(standard.parameters(), lr=0.5, weight_decay=0.1)
+    wanted = {id(p): group for group in theirs.param_groups for p in group["params"]}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {
+        names[id(p)]: group
+        for group in own.optimizer.build(model).param_groups
+        for p in group["params"]
+    }
+    for name, parameter in standard.named_parameters():
+        width = parameter.infshape.width_mult()
+        is_readout = name.endswith("router.projection.weight") or name == "final_norm.weight"
+        rate = wanted[id(parameter)]["lr"] / (width if is_readout else 1)
+        assert found[name]["lr"] == pytest.approx(rate), name
+        if found[name]["weight_decay"]:  # theirs decays norms and embeddings too
+            decay = wanted[id(parameter)]["weight_decay"] * (width if is_readout else 1)
+            assert found[name]["weight_decay"] == pytest.approx(decay), name
+    router = "layers.0.ffn.router.projection.weight"
+    of_readout = standard.get_parameter(router) * 4**0.5 / 4
+    torch.testing.assert_close(model.get_parameter(router), of_readout)
+
+
 def measured(rule: Any, optimizer: str) -> Coordinates:
     own = config(
         data__batch_size=4,
