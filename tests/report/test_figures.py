@@ -48,7 +48,7 @@ CURVES = {
     "tokens": ("Tokens read", {"tokens": "train/tokens"}),
     "tokens_per_second": ("Throughput", {"training": "train/tokens_per_second"}),
     "learning_rate": ("Learning rate", {"learning rate": "train/learning_rate"}),
-    "distillation": ("Distillation loss", {"KL(teacher | model)": "train/distillation"}),
+    "distillation": ("Distillation loss", {"KL divergence": "train/distillation"}),
     "coupling": ("Expert-router coupling", {"loss, before its weight": "train/coupling"}),
     "gradient_norm": ("Gradient norm", {"gradient norm": "train/gradient_norm"}),
     "objective": ("Objective", {"objective": "train/objective"}),
