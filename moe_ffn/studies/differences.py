@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -47,8 +48,14 @@ def _with_defaults(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     If this version cannot read the options of a run, or they name untrusted code, nothing changes.
     """
     with suppress(ConfigError), only_trusted_code(Path()):
-        return [_completed(json.dumps({**run, "seed": 0, "run": {}}, default=str)) for run in runs]
+        return [_completed(_without_seed(run)) for run in runs]
     return runs
+
+
+def _without_seed(run: Mapping[str, Any]) -> str:
+    """Return options as JSON, with `{seed}` for the seed in folders of other runs, `runs/moe-seed7`."""
+    options = json.dumps({**run, "seed": 0, "run": {}}, default=str)
+    return re.sub(rf"-seed{run.get('seed')}\b", "-seed{seed}", options)
 
 
 @cache

@@ -113,6 +113,7 @@ def study_page(
     comparison = Comparison.of(
         own_results,
         baseline=baseline,
+        baselines=study.baselines,
         arms=names,
         step_seconds=step_seconds,
         margin=study.equality_margin,
