@@ -117,10 +117,10 @@ def _non_default_options(config: Config, prefix: str = "") -> Iterator[str]:
 
 
 def identity(result: RunResult) -> str:
-    """Return a text that is equal for runs with the same training apart from the seed."""
+    """Return a text that is equal for runs with the same training apart from seeds, also of other runs."""
     (options,) = _with_defaults(result.config)
     compared = {k: v for k, v in options.items() if k not in UNCOMPARED and v is not None}
-    return json.dumps(compared, sort_keys=True)
+    return re.sub(r"-seed\d+\b", "-seed{seed}", json.dumps(compared, sort_keys=True))
 
 
 def few_words(base: RunResult, other: RunResult) -> str:
@@ -187,6 +187,8 @@ def require_same_options(arm: str, results: Sequence[RunResult]) -> None:
     first = results[0]
     for other in results[1:]:
         for path, old, new in differing(first.config, other.config):
+            if first.option(path) == other.option(path):
+                continue  # all seeds use the run of one seed
             raise ConfigError(
                 f"the runs of arm '{arm}' have different options: {path} is {show(old)} in "
                 f"{first.shown_name}, {show(new)} in {other.shown_name}; name the arms differently"

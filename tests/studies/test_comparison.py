@@ -521,7 +521,9 @@ def test_runs_of_one_arm_may_begin_from_the_runs_of_their_own_seeds() -> None:
     runs = [make_result("a", n, options={"init_from": start}) for n, start in starts.items()]
 
     require_same_options("a", runs[:2])
-    assert identity(runs[0]) == identity(runs[1]) != identity(runs[2])
+    require_same_options("a", runs[1:])
+    assert identity(runs[0]) == identity(runs[1]) == identity(runs[2])
+    assert identity(runs[0]) != identity(make_result("a"))
     assert option_differences(make_result("b").config, runs[0].config) == [
         "init_from: null -> models/a-seed{seed}"
     ]
