@@ -1,4 +1,4 @@
-"""Figures of a run, as a notebook asks for them; test_plots.py holds those of the page to their numbers."""
+"""Figures of a run, as a notebook asks for them; test_arm_figures.py has those of a page of runs."""
 
 from __future__ import annotations
 

@@ -346,6 +346,13 @@ def test_flops_of_the_model_that_runs_began_with_are_counted_and_arms_cross_on_t
     ) in found
     assert "all-flops" in page.figures
     assert "begin with the same weights" not in page.markdown
+    begins = "First run the commands that make the model of `init_from`"
+    assert begins in page.markdown
+    own = [{"init_from": f"runs/upcycling/new-seed{result.seed}"} for result in results]
+    ours = [
+        r.model_copy(update={"config": r.config | o}) for r, o in zip(results, own, strict=True)
+    ]
+    assert begins not in study_page(upcycling, ours).markdown
 
 
 def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:
