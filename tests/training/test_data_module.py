@@ -1,17 +1,22 @@
+""""""
+
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
+from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
 from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.training.data_module import FILLER, TokenData, TrainLoader, ValidationLoader
-from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.objective import IGNORED_TARGET
+from moe_ffn.training.module import LanguageModel, LoadedBatch
+from moe_ffn.training.objective import IGNORED_TARGET, mask_tokens
 from tests.helpers.fitted import MakeConfig
 
 
@@ -88,3 +93,135 @@ def test_validation_batches_follow_the_config(
     found = validation_batches(make_config().data, prepared)
     # 96 tokens in sequences of 16, four to a batch
     assert [len(found[i].input_ids) for i in range(len(found))] == [4, 2]
+
+
+# -- the masked-token objective: what is hidden, how, and that a model which sees both sides learns by it
+
+MASK = 1000
+
+
+def masked(fraction: float = 0.15, seed: int = 0, length: int = 400) -> tuple[Tensor, ...]:
+    token_ids = torch.arange(8 * length).view(8, length) % MASK
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = mask_tokens(token_ids, fraction, MASK, generator)
+    return token_ids, inputs, targets
+
+
+def test_every_sequence_has_the_same_share_to_guess() -> None:
+    _, _, targets = masked()
+    assert ((targets != IGNORED_TARGET).sum(dim=1) == 60).all()  # 0.15 * 400
+    _, _, targets = masked(length=12)
+    assert ((targets != IGNORED_TARGET).sum(dim=1) == 2).all(), "0.15 * 12 is 1.8"
+
+
+def test_the_target_is_the_token_and_the_rest_is_shown_as_it_is() -> None:
+    token_ids, inputs, targets = masked()
+    guessed = targets != IGNORED_TARGET
+    assert torch.equal(targets[guessed], token_ids[guessed])
+    assert torch.equal(inputs[~guessed], token_ids[~guessed])
+
+
+def test_eighty_percent_are_masked_ten_are_others_and_ten_are_kept() -> None:
+    token_ids, inputs, targets = masked(0.5, length=4000)  # 16,000 to guess
+    guessed = targets != IGNORED_TARGET
+    shown, true = inputs[guessed], token_ids[guessed]
+    # Deviation of a share of 0.8 or 0.1 among 16,000: at most 0.0032.
+    assert (shown == MASK).float().mean().item() == pytest.approx(0.8, abs=0.012)
+    assert (shown == true).float().mean().item() == pytest.approx(0.1, abs=0.012)
+    others = shown[(shown != MASK) & (shown != true)]
+    assert others.min() >= 0
+    assert others.max() < MASK
+    assert len(others.unique()) > 500
+
+
+def test_at_least_one_token_is_guessed() -> None:
+    _, _, targets = masked(0.001, length=20)
+    assert ((targets != IGNORED_TARGET).sum(dim=1) == 1).all()
+
+
+def test_the_same_seed_hides_the_same_tokens() -> None:
+    inputs = masked(seed=1)[1]
+    assert torch.equal(masked(seed=1)[1], inputs)
+    torch.set_default_dtype(torch.bfloat16)  # as in training with bf16-true, and not in evaluation
+    try:
+        assert torch.equal(masked(seed=1)[1], inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not torch.equal(masked(seed=1)[1], masked(seed=2)[1])
+
+
+# -- the model that guesses
+
+
+def decoder(causal: bool) -> Decoder:
+    torch.manual_seed(0)
+    config = {"d_model": 16, "num_layers": 1, "causal": causal, "attention": {"num_heads": 2}}
+    return DecoderConfig.model_validate({**config, "ffn": "dense"}).build(11, 8).double()
+
+
+def test_a_model_that_is_not_causal_sees_both_sides() -> None:
+    ids = torch.arange(8).view(1, 8)
+    altered = ids.clone()
+    altered[0, 7] = 10
+    for causal in (True, False):
+        model = decoder(causal)
+        changed = (model(altered).logits - model(ids).logits)[0, 0].abs().max()
+        assert (changed > 1e-9) == (not causal)
+
+
+def test_the_mask_has_an_embedding_of_its_own_and_no_logit() -> None:
+    model = decoder(causal=False)
+    assert model.mask_token_id == 11
+    assert model.mask_embedding is not None
+    hidden = torch.tensor([[0, 11, 2]])
+    model(hidden).logits.sum().backward()
+    assert model(hidden).logits.shape == (1, 3, 11)
+    assert model.mask_embedding.grad is not None
+    assert model.mask_embedding.grad.count_nonzero() > 0
+    assert decoder(causal=True).mask_embedding is None
+
+
+@pytest.fixture
+def masked_module(make_config: MakeConfig) -> LanguageModel:
+    config = make_config(model={"causal": False, "ffn": "dense"})
+    return LanguageModel(
+        config.model,
+        config.optimizer,
+        config.objective,
+        config.trainer.guard,
+        byte_lengths=torch.ones(11),
+        max_seq_len=16,
+        max_steps=4,
+        seed=0,
+    )
+
+
+def test_validation_masks_the_same_tokens_every_time(masked_module: Any) -> None:
+    ids = torch.randint(11, (4, 16))
+    batch = LoadedBatch(index=3, input_ids=ids, target_ids=ids)
+    values = []
+    for place in (0, 1):  # among the batches of this rank, which other ranks change
+        masked_module.validation_step(batch, place)
+        values.append(masked_module.validation_metrics.compute()["loss"])
+        masked_module.validation_metrics.reset()
+    assert values[0] == values[1]
+
+
+def test_a_filler_batch_counts_for_nothing(masked_module: Any) -> None:
+    ids = torch.randint(11, (4, 16))
+    filler = torch.full_like(ids, IGNORED_TARGET)
+    masked_module.validation_step(LoadedBatch(index=-1, input_ids=ids, target_ids=filler), 0)
+    assert masked_module.validation_metrics.num_tokens == 0
+
+
+def test_a_window_has_the_mean_loss_of_its_guesses(masked_module: Any) -> None:
+    """A model that prefers no token misses each by ln V, in windows of any number of guesses."""
+    with torch.no_grad():
+        masked_module.decoder.unembedding.weight.zero_()
+    ids = torch.randint(11, (5, 16))
+    targets = ids.clone()
+    targets[4] = IGNORED_TARGET  # a filler
+    found = masked_module.validation_step(
+        LoadedBatch(index=0, input_ids=ids, target_ids=targets), 0
+    )
+    assert found["window_losses"].tolist() == pytest.approx([math.log(11)] * 4 + [0])
