@@ -163,7 +163,7 @@ def _add_flags(parser: Parser) -> None:
         "newest intact checkpoint",
     )
     parser.add_argument(
-        trust.FLAG, action="store_true", help=f"with --resume, init_from or a teacher: {trust.HELP}"
+        trust.FLAG, action="store_true", help=f"for --resume, init_from or a teacher: {trust.HELP}"
     )
 
 

@@ -135,8 +135,8 @@ def test_experts_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
         "fake_quantized, format: ...}, or convert without --packed\n"
     )
     assert file.stderr == (
-        "error: --packed stores the experts of a run or a model folder of moe_ffn in a folder of "
-        f"transformers, not '{trained()}' in '{tmp_path}/model.gguf'; leave it out\n"
+        "error: --packed exports a run or a model folder of moe_ffn to a folder of transformers, not "
+        f"'{trained()}' to '{tmp_path}/model.gguf'; leave it out\n"
     )
     assert not (tmp_path / "packed").exists()
 

@@ -188,11 +188,11 @@ def test_a_run_learns_from_stored_answers_as_from_their_teacher(
         ({"model": {"causal": False}}, "predicts next tokens, but model.causal is false"),
         (
             {"data": {"validation_percent": 45}},
-            "are those to another training split of [0-9,]+ tokens; this run has",
+            "were stored for another training split of [0-9,]+ tokens; this run has",
         ),
         (
             {"data": {"tokenizer": {"type": "bpe", "vocab_size": 512}}},
-            "are tokens of another tokenizer than data.tokenizer",
+            "were stored with another tokenizer than data.tokenizer",
         ),
         ({}, ""),
     ],
