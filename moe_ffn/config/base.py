@@ -58,7 +58,7 @@ class Config(BaseModel, frozen=True):
     """Inherited options that this class rejects; the help leaves them out."""
 
     wrong_value_hint: ClassVar[str] = ""
-    """End of the message about a value that is no mapping or names an unknown type: `; use ...`."""
+    """End of the message about a value that is not a mapping or names an unknown type: `; use ...`."""
 
     def __init__(self, /, **options: Any) -> None:
         try:
@@ -344,7 +344,7 @@ def json_schema(root: type[Config]) -> dict[str, Any]:
             return {key: resolve(value) for key, value in node.items()}
         name = node[FAMILY_KEY]
         if name not in definitions:
-            definitions[name] = {}  # before its members, which may refer back to it
+            definitions[name] = {}  # set first, since a member may contain its own family
             family = families[name]
             members = [define(member) for member in dict.fromkeys(family.members.values())]
             custom_class = {

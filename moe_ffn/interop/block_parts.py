@@ -1,4 +1,4 @@
-"""Parts of the table of sparse blocks in transformers: the type of an entry, and what entries share.
+"""Type of an entry in the table of sparse blocks of transformers, and helpers that entries share.
 
 An entry has a template of our options, and the names of the weights.
 """
@@ -29,12 +29,12 @@ from moe_ffn.weights.options import ACTIVATIONS, HFConfig
 # -- an entry
 
 Template = Mapping[str, Any] | Callable[[Any], Any]
-"""Our options as in YAML. A function in the place of a value computes it from the config of transformers."""
+"""Our options as in YAML; a value may be a function that computes it from the config of transformers."""
 
 
 @dataclass(frozen=True)
 class BlockEntry:
-    """A sparse feed-forward block of transformers, in terms of ours."""
+    """A sparse feed-forward block of transformers, described by our options and tensors."""
 
     class_name: str
     """Class in the model's file; a decoder layer if the experts have no block class."""

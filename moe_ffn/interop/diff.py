@@ -128,9 +128,9 @@ class ModelDifference:
     largest_logit: float
     """Largest absolute difference of two logits."""
     not_finite: int
-    """Tokens with a logit that is NaN or infinite in A or B; the other numbers leave them out."""
+    """Number of tokens with a NaN or infinite logit in A or B; all other measures leave them out."""
     first_not_finite: Mapping[str, int]
-    """`A` or `B` -> first token at which it has such a logit."""
+    """`A` or `B` -> index of its first token with a NaN or infinite logit."""
     positions: tuple[PositionDifference, ...]
     flips: Mapping[str, float]
     """Layer -> fraction of tokens whose set of experts differs; empty if there is no routing to compare."""
@@ -398,7 +398,7 @@ def _load_theirs(folder: Path, options: _Options) -> _Side:
         register()
     model = load_hf_model(folder, **chosen)
     if options.dtype == "float64" and options.experts is None and _sparse_modules(model):
-        model.set_experts_implementation("eager")  # the others do not compute float64
+        model.set_experts_implementation("eager")  # other implementations lack float64
     encode = None
     if kind_of(folder / TOKENIZER_FILE) is not None:
         encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])

@@ -77,7 +77,7 @@ class _Replay:
     def __init__(self, model: nn.Module, experts: Record, hooks: ExitStack) -> None:
         self._signature = inspect.signature(model.forward)
         self._ids: dict[str, Tensor] = {}
-        """Layer -> given experts (T, K) of the current pass. The last pass stays, because activation
+        """Layer -> given experts (T, K) of the current pass. They are kept after the pass, because activation
         checkpointing runs its layers again."""
         modules = routing_modules(model)
         self._records = recorded_layers(model, experts)

@@ -237,7 +237,7 @@ class RoutingCallback(TrainerCallback):
         callbacks = handler.callbacks
         handler.callbacks = [c for c in callbacks if not isinstance(c, _PRINTERS)]
         try:
-            # Not `trainer.log`: those of TRL move the pending metrics of TRL into each row.
+            # Not `trainer.log`: trainers of TRL override it, and would add their pending metrics.
             Trainer.log(trainer, dict[str, Any](flat(row)))
         finally:
             handler.callbacks = callbacks

@@ -88,7 +88,7 @@ def check_run_folder(config: TrainConfig) -> None:
 def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
     """Make the folder of a new run, named by `run.name` or by the FFN type and the time, and write `files`.
 
-    The folder appears atomically; a process that dies earlier leaves only a hidden folder, which is no run.
+    The folder appears atomically; a process that dies earlier leaves only a hidden folder.
 
     Raises:
         ConfigError: the name is taken, or the folder cannot be written.
@@ -191,7 +191,7 @@ def check_is_run(folder: Path) -> None:
     hint = model_folder_hint(folder) or "give the folder of a run, such as runs/my-run"
     if runs:
         hint = f"it holds runs; give one of them, such as {folder / runs[0]}"
-    raise ConfigError(f"'{folder}' is no run: it has no {CONFIG_FILE}; {hint}")
+    raise ConfigError(f"'{folder}' is not a run: it has no {CONFIG_FILE}; {hint}")
 
 
 def model_folder_hint(folder: Path) -> str:

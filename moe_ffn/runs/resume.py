@@ -105,7 +105,7 @@ def problem_of_weights(
     """
     weights, identity = values.get("state_dict"), values.get(IDENTITY)
     if not isinstance(weights, Mapping) or not isinstance(identity, Mapping):
-        return "is no checkpoint of a run"
+        return "is not a checkpoint of a run"
     compared = {key: identity.get(key) for key in expected}
     if isinstance(compared["data"], Mapping):
         compared["data"] = {key: compared["data"].get(key) for key in expected["data"]}

@@ -40,8 +40,8 @@ class WeightSlice:
 
 
 TensorLayout = Callable[[str, torch.Size, HFConfig], list[list[WeightSlice]]]
-"""(prefix of their names, shape of ours, their options) -> the forms in which files may store our tensor,
-each a list of slices. An export writes the first form."""
+"""Function (prefix of their names, shape of our tensor, their options) -> alternative forms of our tensor in
+files, each a list of slices. An export writes the first form."""
 
 
 def named(*names: str) -> TensorLayout:

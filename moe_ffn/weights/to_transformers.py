@@ -179,7 +179,7 @@ def choose_architecture(
         nearest = min(attempts, key=lambda attempt: len(attempt.differences))
         path, value, theirs = nearest.differences[0]
         raise ConfigError(
-            f"model.{path} ({json.dumps(value)}) has no equal in transformers: "
+            f"model.{path} ({json.dumps(value)}) has no counterpart in transformers: "
             f"{nearest.family.model_type}, the nearest architecture, has {json.dumps(theirs)}; train with "
             "that value"
         )

@@ -219,6 +219,6 @@ def test_a_damaged_model_inside_a_run_is_named(run: Path) -> None:
     assert (done.code, done.own_lines) == (
         2,
         [
-            f"error: '{model}' is no run: it has no config.yaml; its config.json is damaged; copy it again"
+            f"error: '{model}' is not a run: it has no config.yaml; its config.json is damaged; copy it again"
         ],
     )

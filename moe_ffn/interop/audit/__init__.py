@@ -61,7 +61,7 @@ def audit(
             by the alarms of a run. None: unknown, so it is judged.
 
     Raises:
-        ConfigError: the model has no sparse layer, or the batch is no batch of token ids.
+        ConfigError: the model has no sparse layer, or the batch does not hold token ids.
     """
     if accumulation < 1:
         raise ConfigError(f"audit: accumulation must be 1 or more, but is {accumulation}")

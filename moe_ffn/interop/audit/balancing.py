@@ -1,4 +1,4 @@
-"""Checks of an audit on balancing: is there a loss or a rule, and is its value that of the formula?"""
+"""Checks of an audit on balancing: is there a loss or a rule, and does its value match the formula?"""
 
 from __future__ import annotations
 
