@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
         config = parse(options) if resume is None else resume.config
         if flags.trust_code and resume is None and not folders_read(config):
             raise ConfigError(
-                f"{trust.FLAG}: applies to the folders of --resume, init_from and objective.distill.teacher, but "
-                "this run reads none; leave it out, since a class that you name yourself is trusted"
+                f"{trust.FLAG}: applies to the folders of --resume, init_from and objective.distill.teacher, "
+                "but this run reads none; leave it out, since a class that you name yourself is trusted"
             )
         return _run(config, resume)
 

@@ -198,7 +198,7 @@ def shared(width: str, count: str | None = None, **options: Any) -> Template:
 Names = Mapping[str, TensorLayout]
 
 
-def _either(ours: str, *stems: str) -> dict[str, TensorLayout]:
+def _linear_by_name(ours: str, *stems: str) -> dict[str, TensorLayout]:
     """Return the layouts of the weight and bias of a linear module that has one of these names."""
     return {
         f"{ours}.{kind}": named(*(f"{stem}.{kind}" for stem in stems))
@@ -212,7 +212,7 @@ TRANSPOSED: Names = {
     f"experts.{name}": transposed(f"experts.{name}_proj") for name in ("gate_up", "down")
 }
 NAMES: Names = {
-    **_either("router.projection", *_ROUTERS),
+    **_linear_by_name("router.projection", *_ROUTERS),
     "router.correction_bias_E": named(
         "gate.e_score_correction_bias",
         "e_score_correction_bias",
@@ -224,10 +224,10 @@ NAMES: Names = {
     **{f"experts.{name}": named(f"experts.{name}_proj") for name in ("gate_up", "up", "down")},
     "experts.gate_up_bias": named("experts.gate_up_proj_bias"),
     "experts.down_bias": named("experts.down_proj_bias"),
-    **_either("shared_expert.gate", *(f"{stem}.gate_proj" for stem in _SHARED_EXPERTS)),
-    **_either("shared_expert.up", *(f"{stem}.up_proj" for stem in _SHARED_EXPERTS)),
-    **_either("shared_expert.down", *(f"{stem}.down_proj" for stem in _SHARED_EXPERTS)),
-    **_either("combine.gate", "shared_expert_gate"),
+    **_linear_by_name("shared_expert.gate", *(f"{stem}.gate_proj" for stem in _SHARED_EXPERTS)),
+    **_linear_by_name("shared_expert.up", *(f"{stem}.up_proj" for stem in _SHARED_EXPERTS)),
+    **_linear_by_name("shared_expert.down", *(f"{stem}.down_proj" for stem in _SHARED_EXPERTS)),
+    **_linear_by_name("combine.gate", "shared_expert_gate"),
 }
 """Our name of a tensor -> its layout in most blocks."""
 

@@ -52,7 +52,7 @@ def parse(*argv: str) -> TrainConfig:
 
 
 @pytest.fixture(autouse=True)
-def _trusts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _trusts_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 

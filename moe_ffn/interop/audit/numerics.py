@@ -95,7 +95,7 @@ def check_precision(layer: SparseLayer, calls: RecordedCalls) -> Iterator[Findin
         if not flips:
             continue
         check = PRECISION.at(layer.name)
-        if (tied := _tied(output)) > MAX_FLIPS:
+        if (tied := _share_of_ties(output)) > MAX_FLIPS:
             yield check.warns(
                 f"{tied:.0%} of the tokens have equal scores at the border between chosen and other experts",
                 "the order of experts decides; look for a router that is zero, clamped or quantised",
@@ -154,7 +154,7 @@ def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _tied(output: Any) -> float:
+def _share_of_ties(output: Any) -> float:
     """Return the share of tokens for which a chosen and another expert have equal logits."""
     logits_TE = output.logits_TE if isinstance(output, Routing) else output[0]
     chosen_TE = _chosen(output)

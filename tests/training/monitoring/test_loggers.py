@@ -32,7 +32,7 @@ def test_an_alert_is_sent_where_wandb_is_online(loggers: Any, online: bool) -> N
     assert run.alerts == ([(cut, "layer_03 sends all to expert 2")] if online else [])
 
 
-def test_rows_and_alerts_that_fail_are_told_once(
+def test_failed_rows_and_alerts_are_reported_once(
     loggers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = loggers(StubRun(failing=ConnectionResetError("Connection lost")), online=True)
