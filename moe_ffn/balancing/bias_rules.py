@@ -203,7 +203,7 @@ def _draws_k(router: Any) -> bool:
 
 
 def _other_ranking(router: Any) -> str:
-    """Return the option by which a router does not choose its k largest scores + bias; empty if none."""
+    """Return the option that stops a router from choosing its k largest scores + bias; empty if none."""
     if _draws_k(router):
         return "a k that is drawn (k_min, k_max)"
     if getattr(router, "score", "sigmoid") == "sqrt_softplus":

@@ -1,4 +1,4 @@
-"""Loading for `moe-ffn audit`: a run, a model folder of ours or of transformers, or an adapter of peft."""
+"""Loading for `moe-ffn audit`: a run, a model folder of moe_ffn or transformers, or an adapter of peft."""
 
 from __future__ import annotations
 

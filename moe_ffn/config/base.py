@@ -220,7 +220,7 @@ class TaggedConfig(Config, frozen=True):
         if not cls.is_family_root():
             own_tags = get_args(cls.model_fields["type"].annotation)
             if own_tags and "type" in data and tag not in own_tags:
-                # Report this mistake alone: the options belong to another class.
+                # Report only this mistake: the options belong to another class.
                 tags = " or ".join(map(repr, own_tags))
                 raise errors_at(cls, {"type": f"must be one of {tags}, got {show(tag)}"}, data)
             return cls

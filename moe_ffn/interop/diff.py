@@ -235,7 +235,7 @@ def diff(
 ) -> ModelDifference:
     """Compare two models on a text.
 
-    Each is a run, a model folder of ours or of transformers, or a folder with an adapter of peft, which is
+    Each is a run, a model folder of moe_ffn or transformers, or a folder with an adapter of peft, which is
     merged into the other model.
 
     Args:
@@ -246,7 +246,7 @@ def diff(
             experts of A; see `moe_ffn.interop.read_experts`. The text is then one sequence.
         num_tokens: maximum number of tokens to read.
         window: tokens of a sequence; by default as many as both models accept, at most 512.
-        trust_code: run the code that a folder of ours names.
+        trust_code: run the code that a moe_ffn folder names.
 
     Raises:
         ConfigError: a folder cannot be read, an optional library is missing, or the models differ in
@@ -686,7 +686,7 @@ def _run(
 
 
 def _recorded(side: _Side, record: Tensor, routings: Mapping[str, Routing]) -> dict[str, Routing]:
-    """Return the routings of a model with recorded experts in the place of its own."""
+    """Return the routings of a model with recorded experts instead of its own."""
     found: dict[str, Routing] = {}
     for name, ids in recorded_layers(side.model, record).items():
         own_N, ids_N = (

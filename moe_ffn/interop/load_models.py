@@ -129,7 +129,7 @@ def max_length_of(model: Any) -> int | None:
 def load_with_info(
     folder: Path, *, accepts_encoder: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a language model, from config.json and safetensors alone, and lists of wrong weights.
+    """Return a language model, from only config.json and safetensors, and lists of wrong weights.
 
     Args:
         accepts_encoder: also load an encoder with a decoder.

@@ -180,7 +180,7 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
     """Return the config of an FFN, our block with copies of its weights on the CPU, and its up matrix.
 
     Raises:
-        ConfigError: no block of ours computes the same as the FFN.
+        ConfigError: none of our blocks computes the same as the FFN.
     """
     matrices = _matrices(ffn)
     assert matrices is not None

@@ -65,7 +65,7 @@ class CouplingConfig(Config, frozen=True):
     """An expert's response to other proxy tokens may reach this fraction of the response to its own; smaller
     values make experts more specialised. The best was 1 for 64 experts and 0.5 for 256."""
     noise: bool = True
-    """Multiply the rows by noise, so that they stand for the tokens around them."""
+    """Multiply the rows by noise, so that they represent the tokens around them."""
 
     def unsupported_reason(self, infos: Mapping[str, RouterInfo]) -> str:
         """Return the reason why a model cannot have the loss, with an alternative; empty if it can.

@@ -22,9 +22,9 @@ class WeightSlice:
     part: Callable[[Tensor], Tensor] = lambda ours: ours
     """Returns the view of our tensor that this tensor fills; both have the same shape."""
     order: tuple[int, Tensor] | None = None
-    """(dimension, indices): for each row or column of ours, its index in theirs."""
+    """(dimension, indices): for each row or column of our tensor, its index in theirs."""
     rows: slice | None = None
-    """Rows of theirs to read, if other rows belong to another tensor of ours; for reading only."""
+    """Rows of their tensor to read, if its other rows belong to another of our tensors; for reading only."""
     added: float = 0.0
     """Constant to add to theirs to get ours; for reading only."""
 

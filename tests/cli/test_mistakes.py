@@ -216,7 +216,7 @@ MISTAKES = {
         "--html: 'no/way.html' cannot be written (No such file or directory); choose another file"
     ),
 }
-"""Command line -> its one line, with `...` in the place of the rest."""
+"""Command line -> its one line, with `...` in place of the rest."""
 
 
 @pytest.fixture(scope="module")

@@ -469,7 +469,7 @@ def an_optimizer_built_before_the_adapter() -> Case:
 
 
 class Linear8bit(nn.Module):
-    """A linear layer with a weight in 8 bits, as quantisers put in the place of `nn.Linear`."""
+    """A linear layer with a weight in 8 bits, as quantisers put in place of `nn.Linear`."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ def routed(family: str) -> Any:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """What experts are given, seen by an implementation of our own in the place of `grouped_mm`."""
+    """The arguments of the experts, recorded by an implementation in place of `grouped_mm`."""
     seen: list[tuple[Tensor, Tensor]] = []
     compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 

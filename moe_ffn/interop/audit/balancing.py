@@ -214,7 +214,7 @@ def _accumulation(probe: Probe, weighted: float, accumulation: int) -> Finding:
 
 
 def check_objective(probe: Probe, objective: ObjectiveConfig) -> Iterator[Finding]:
-    """Check that the objective of a run of ours balances its experts."""
+    """Check that the objective of a moe_ffn run balances its experts."""
     weights = {
         name: getattr(objective, name)
         for name, loss in BALANCING_LOSSES.items()

@@ -1,4 +1,4 @@
-"""A model with a batch, and how to run it: of transformers, of ours, or any module that returns logits.
+"""A model of transformers, of moe_ffn or any module that returns logits, with a batch to run it on.
 
 B sequences, S positions, V vocabulary, T = B * S tokens
 """

@@ -38,7 +38,7 @@ def test_failed_rows_and_alerts_are_reported_once(
     failing = loggers(StubRun(failing=ConnectionResetError("Connection lost")), online=True)
     alert(failing, "collapse", "once")
     failing[1].log_metrics({"loss": 1.0}, step=1)
-    assert capsys.readouterr().err == "wandb: Connection lost; metrics go to metrics.jsonl alone\n"
+    assert capsys.readouterr().err == "wandb: Connection lost; metrics go only to metrics.jsonl\n"
 
 
 @pytest.mark.parametrize(("status", "exit_code"), [("success", 0), ("failed", 1)])
