@@ -209,7 +209,7 @@ def test_every_command_succeeds(
         shown = "page: demo.html"
     elif module not in SHOWN:
         arguments += TINY
-        if "--trainer.devices" in arguments:  # tests/cli/test_train_ranks.py trains on two ranks
+        if "--trainer.devices" in arguments:  # tests/cli/test_train_options.py trains on two ranks
             arguments += ["--print-config"]
         if {"--help", "--print-config"} & set(arguments):
             shown = ""

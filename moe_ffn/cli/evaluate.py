@@ -534,7 +534,7 @@ def _page_of_curves(models: Mapping[str, Mapping[str, Any]]) -> str:
     title = "Loss by experts per token"
     figure: Any = over_sizes(lines, "forward FLOPs per token", title)
     figure.update_layout(meta={**figure.layout.meta, "note": "A line is a model, a point one k."})
-    return figures_page(title, [figure])
+    return figures_page("Experts per token in evaluation", [figure])
 
 
 # -- tasks of lm-eval

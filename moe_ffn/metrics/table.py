@@ -483,7 +483,7 @@ RUN_METRICS = _table(
     Metric(
         key="distillation",
         title="Distillation loss",
-        quantity="KL(teacher || model)",
+        quantity="KL divergence",
         unit="nats per token",
         formula="temperature^2 * KL(teacher, model), a term of the objective of a run with a teacher",
         healthy="falls",

@@ -254,6 +254,7 @@ class Comparison:
         results: Sequence[RunResult],
         *,
         baseline: str | None = None,
+        baselines: Mapping[str, str | None] = {},
         arms: Sequence[str] = (),
         step_seconds: Mapping[str, float] | None = None,
         question: str = "",
@@ -265,6 +266,7 @@ class Comparison:
             baseline: name of an arm; by default the first arm with the most common prediction task. For arms
                 of a grid, such as `gelu,d_model=64`, the name may be the part before the first comma: then
                 each arm is compared with that arm at the same grid values.
+            baselines: arm -> arm to compare it with, in place of the baseline; None: no arm.
             arms: names in the order to show; other arms follow in the order of the runs.
             step_seconds: arm -> seconds of a step, if measured separately from the runs.
             margin: largest difference that counts as equality, in nats per token.
@@ -285,6 +287,7 @@ class Comparison:
             require_same_options(name, groups[name])
         baseline = baseline or _default_baseline(groups)
         bases = _bases(baseline, groups)
+        bases |= {arm: b if b in groups else None for arm, b in baselines.items() if arm in groups}
         names = sorted(groups, key=lambda name: name != baseline)
         seconds = step_seconds or {}
         untimed = [name for name in names if name not in seconds]
@@ -319,6 +322,8 @@ class Comparison:
             first = next(name for name in groups if name.startswith(f"{baseline},"))
             keys = [part.partition("=")[0] for part in first.split(",")[1:]]
             label = f"{baseline} at the same {' and '.join(keys)}"
+        if baselines:
+            label += ", or the arm's own baseline"
         return cls(compared, label, notes, _tunings(results, names), question)
 
 

@@ -96,7 +96,8 @@ class StudyConfig(Config, frozen=True):
     base: str | None = None
     """Config file with options of all runs, relative to the study's file; merged into `config`."""
     config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
-    """Options of all runs, over the defaults and `base`; nested, or by dotted keys."""
+    """Options of all runs, over the defaults and `base`; nested, or by dotted keys. `{seed}` in a text is the
+    seed of the run, as in `init_from: runs/other/moe-seed{seed}`."""
     seeds: Seeds = Field(default=[0])
     """Seeds; each arm has one run per seed."""
     arms: Annotated[dict[str, Options], BeforeValidator(_null_arms_are_empty)] = Field(default={})
@@ -106,6 +107,8 @@ class StudyConfig(Config, frozen=True):
     baseline: str | None = None
     """Arm to compare the other arms with. With a grid it may be a name from `arms`: then each arm is compared
     with that arm at the same grid values."""
+    baselines: dict[str, str | None] = Field(default={})
+    """Arm -> arm to compare it with, in place of `baseline`; null: none."""
     equality_margin: float = Field(default=EQUALITY_MARGIN, gt=0)
     """Nats per token: arms are equal if tests show that they differ by less. Set it before the runs."""
     training_flops: float | None = Field(default=None, gt=0)
@@ -132,6 +135,10 @@ class StudyConfig(Config, frozen=True):
         arms = self.arm_names
         if self.baseline not in (None, *arms, *(self.arms if self.grid else ())):
             raise ValueError(f"baseline: {_no_arm(self.baseline, arms)}")
+        for arm, base in self.baselines.items():
+            for name in (arm, base or arm):
+                if name not in arms:
+                    raise ValueError(f"baselines.{arm}: {_no_arm(name, arms)}")
         if self.tuning is not None:
             for key in self.tuning.grid:
                 if key in self.grid:
@@ -216,7 +223,7 @@ class StudyConfig(Config, frozen=True):
                 raise ConfigError(
                     f"{section}seed: a study lists its seeds under `seeds`, or in --seeds 0 1 2"
                 )
-            options = merge(options, layer)
+            options = merge(options, _with_seed(layer, seed))
         name = self._arm_name(arm.name, tuning)
         run_name = f"{name}-seed{seed}"
         if problem := folder_name_problem(run_name):
@@ -341,6 +348,15 @@ def _nested(options: Mapping[Any, Any]) -> Options:
         (str(key), _nested(value) if isinstance(value, Mapping) else value)
         for key, value in options.items()
     )
+
+
+def _with_seed(value: Any, seed: int) -> Any:
+    """Return options with the seed of a run in place of `{seed}` in their texts."""
+    if isinstance(value, str) and "{seed}" in value:
+        return value.replace("{seed}", str(seed))
+    if isinstance(value, Mapping):
+        return {key: _with_seed(item, seed) for key, item in value.items()}
+    return [_with_seed(item, seed) for item in value] if isinstance(value, list) else value
 
 
 def _no_arm(name: str, arms: Sequence[str]) -> str:

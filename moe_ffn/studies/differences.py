@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -47,8 +48,14 @@ def _with_defaults(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     If this version cannot read the options of a run, or they name untrusted code, nothing changes.
     """
     with suppress(ConfigError), only_trusted_code(Path()):
-        return [_completed(json.dumps({**run, "seed": 0, "run": {}}, default=str)) for run in runs]
+        return [_completed(_without_seed(run)) for run in runs]
     return runs
+
+
+def _without_seed(run: Mapping[str, Any]) -> str:
+    """Return options as JSON, with `{seed}` for the seed in folders of other runs, `runs/moe-seed7`."""
+    options = json.dumps({**run, "seed": 0, "run": {}}, default=str)
+    return re.sub(rf"-seed{run.get('seed')}\b", "-seed{seed}", options)
 
 
 @cache
@@ -110,10 +117,10 @@ def _non_default_options(config: Config, prefix: str = "") -> Iterator[str]:
 
 
 def identity(result: RunResult) -> str:
-    """Return a text that is equal for runs with the same training apart from the seed."""
+    """Return a text that is equal for runs with the same training apart from seeds, also of other runs."""
     (options,) = _with_defaults(result.config)
     compared = {k: v for k, v in options.items() if k not in UNCOMPARED and v is not None}
-    return json.dumps(compared, sort_keys=True)
+    return re.sub(r"-seed\d+\b", "-seed{seed}", json.dumps(compared, sort_keys=True))
 
 
 def few_words(base: RunResult, other: RunResult) -> str:
@@ -180,6 +187,8 @@ def require_same_options(arm: str, results: Sequence[RunResult]) -> None:
     first = results[0]
     for other in results[1:]:
         for path, old, new in differing(first.config, other.config):
+            if first.option(path) == other.option(path):
+                continue  # all seeds use the run of one seed
             raise ConfigError(
                 f"the runs of arm '{arm}' have different options: {path} is {show(old)} in "
                 f"{first.shown_name}, {show(new)} in {other.shown_name}; name the arms differently"

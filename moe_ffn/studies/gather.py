@@ -64,6 +64,7 @@ class Gathered:
         found = Comparison.of(
             self.results,
             baseline=baseline or (study and study.baseline),
+            baselines=study.baselines if study and baseline is None else {},
             arms=study.arm_names if study else (),
             step_seconds=self.step_seconds,
             question=study.question if study else "",

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_ffn.metrics.table import PAIRS_ONLY, metrics_per_layer
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.figures import NotMeasuredError
+from moe_ffn.report.run_summary import changing_metrics, constant_metrics
 from moe_ffn.report.studies import arm_figures as functions
 from moe_ffn.report.studies.arm_figures import axes_of
+from moe_ffn.runs.reader import read_runs
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.result import Curve
 from moe_ffn.studies.statistics import mean_interval
 from tests.helpers.results import make_result
+from tests.helpers.synthetic_run import MEASURES as KEYS_OF_MEASURES
+from tests.helpers.synthetic_run import change, write_metrics, write_run
+from tests.helpers.written_page import Written, row_of
 
 figures: Any = functions
 """Without types: plotly's know nothing of what is in a figure."""
@@ -167,3 +176,166 @@ def test_seconds_that_were_measured_apart_are_drawn_where_all_arms_have_them() -
     timed = Comparison.of(results, step_seconds={"a": 1.0, "b": 2.0})
     lines = drawn(figures.losses(timed.arms, "seconds"))
     assert [list(lines[name].x) for name in ("a", "b")] == [[50, 100], [100, 200]]
+
+
+# -- which plots a page has, and what they draw; test_page_browser.py looks at them in a browser
+
+
+def test_every_plot_has_axes_with_titles_a_legend_or_colour_bar_and_values_on_hover(
+    page: Written,
+) -> None:
+    figures = [figure for choices in page.figures.values() for figure in choices]
+
+    assert len(figures) > 20
+    for figure in figures:
+        layout = figure["layout"]
+        assert layout["xaxis"]["title"]["text"]
+        assert layout["yaxis"]["title"]["text"]
+        assert "template" not in layout
+        for trace in figure["data"]:
+            assert trace["hovertemplate"]
+            if trace["type"] == "heatmap":
+                assert trace["colorbar"]["title"]["text"]
+            else:
+                assert layout["showlegend"]
+                assert trace["name"]
+
+
+def test_loss_is_drawn_beside_that_of_the_unigram_model(page: Written) -> None:
+    traces = page.traces("Loss")
+
+    assert list(traces) == ["training", "validation", "unigram model"]
+    assert traces["training"]["x"] == list(range(10, 601, 10))
+    assert traces["validation"]["x"] == list(range(100, 601, 100))
+    assert traces["validation"]["line"]["dash"] == "dash"
+    assert set(traces["unigram model"]["y"]) == {3.08}
+    assert traces["unigram model"]["x"] == [10, 600], "from the first row to the last"
+
+
+def test_what_another_plot_says_is_not_drawn_again(folder: Path, page: Written) -> None:
+    """The objective lies on the loss, bits per byte are the loss, a balancing loss is of the whole model."""
+    again = {"Objective", "Bits per byte", "Variation of the load", "Entropy of the mean"}
+    again |= {"Load-balancing loss", "Router z-loss", "Tokens read"}
+    assert again.isdisjoint(page.figures)
+    assert "Balancing losses" in page.figures
+    assert "At the end, the weighted balancing losses add 0.0120 nats to the loss." in page.text
+    bits = json.loads((folder / "summary.json").read_text())["validation_bits_per_byte"]
+    assert f"bits per byte {bits:.4f}" in page.text
+
+
+def test_every_measure_of_a_run_has_its_plot_or_its_word(folder: Path) -> None:
+    run = read_runs([folder])[0]
+    keys = {key for layer in run.layers.values() for key in layer if not key.startswith("load/")}
+    keys |= {key for layer in run.validated_layers.values() for key in layer if "/" not in key}
+    pairs_only = {metric.key for metric in metrics_per_layer() if metric.requires == PAIRS_ONLY}
+    assert (
+        {metric.key for metric in metrics_per_layer()} - pairs_only == keys == set(KEYS_OF_MEASURES)
+    )
+    assert len(changing_metrics(run)) + len(constant_metrics(run)) == len(keys)
+
+
+def test_units_notes_and_the_place_of_expert_0(page: Written) -> None:
+    axis = {title: f["layout"]["yaxis"]["title"]["text"] for title, (f,) in page.of_one().items()}
+    assert axis["Largest router logit"] == "largest absolute logit (dimensionless)"
+    assert axis["MaxVio"] == "MaxVio (dimensionless)"
+    assert "Experts without a token for logging.alarms.after_steps steps." in page.text
+    drawn = [f for title in ("Load of each expert", "Co-activation") for f in page.figures[title]]
+    assert [f["layout"]["yaxis"]["autorange"] for f in drawn] == ["reversed"] * 8
+
+
+def test_a_single_validation_stands_on_an_axis_that_begins_at_0(tmp_path: Path) -> None:
+    """Of one point plotly makes an axis from 99 to 101."""
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": 100, "validation/loss": 2.0}])
+    (figure,) = Written(tmp_path).figures["Loss"]
+    assert figure["data"][0]["x"] == [100]
+    assert figure["layout"]["xaxis"]["rangemode"] == "tozero"
+
+
+def test_the_last_values_and_the_healthy_ranges_need_no_pointer(
+    folder: Path, page: Written
+) -> None:
+    run = read_runs([folder])[0]
+    (loss,) = page.figures["Loss"]
+    assert [trace["name"] for trace in loss["data"]] == [
+        f"training {run.series('train/loss').last:.4f}",
+        f"validation {run.series('validation/loss').last:.4f}",
+        "unigram model 3.0800",
+    ]
+    (max_violation,) = page.figures["MaxVio"]
+    (band,) = max_violation["layout"]["shapes"]
+    assert (band["y0"], band["y1"]) == (0, 1)
+    last = [run.layers[f"layer_{n:02d}"]["max_violation"].last or 0 for n in range(4)]
+    cells = [f"{value:.2f}" for value in last]
+    assert row_of(
+        page.text, ["MaxVio", *cells, "0 at perfect balance; healthy below 1; at most E / k - 1"]
+    )
+    logits = [run.layers[f"layer_{n:02d}"]["logit_max"].last or 0 for n in range(4)]
+    assert max(logits) < 20
+    dead = '<th scope="row">Dead experts</th><td>0</td><td class="bad">1</td><td>0</td>'
+    assert dead in page.body, "expert 1 of layer 1 is dead"
+
+
+CONSTANT = """
+    MaxVio 0.125; variation of the load 0.125; dropped 12.5%; entropy per token 0.125;
+    entropy of the mean 0.125; dead experts 0.125; churn 12.5%; largest router logit 0.125;
+    top-1 margin 0.125; shared share 12.5%; capacity used 12.5%; experts per token 0.125;
+    MaxVio within sequences 0.125; MaxVio over ranks 0.125; strongest pair of experts 12.5%;
+    spread of the correction bias 0.125; load-balancing loss 0.125; router z-loss 0.125;
+    tokens with non-finite logits 0.125
+"""
+
+
+def test_the_word_of_a_measure_has_its_unit(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for step in (1, 2):
+        for prefix in ("", "validation/"):
+            keys = [
+                f"{prefix}routing/layer_{n:02d}/{key}" for n in (0, 1) for key in KEYS_OF_MEASURES
+            ]
+            rows.append({"step": step, **dict.fromkeys(keys, 0.125)})
+    write_metrics(tmp_path / "metrics.jsonl", rows)
+
+    run = read_runs([tmp_path])[0]
+
+    assert constant_metrics(run) == " ".join(CONSTANT.split()).split("; ")
+
+
+def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
+    page = Written(write_run(tmp_path / "big", layers=12, experts=16, rows=20))
+    assert len(page.figures["Load of each expert"]) == 12
+    assert '<select aria-label="layer" data-plot="plot-5">' in page.body
+    (max_violation,) = page.figures["MaxVio"]
+    assert max_violation["layout"]["yaxis"]["autorange"] == "reversed", "layer 0 is on top"
+    assert len(page.figures) < 30
+
+
+def test_a_long_run_stays_light_and_says_that_it_was_averaged(tmp_path: Path) -> None:
+    page = Written(write_run(tmp_path / "long", layers=1, experts=16, rows=1500))
+    assert len(page.traces("Loss")["training"]["x"]) == 500
+    assert "Each point is the mean of about 3 rows." in page.text
+    assert "Each column is the mean of about 8 rows." in page.text
+    assert page.size_of_data < 500_000
+
+
+def test_a_run_that_diverged_has_gaps_and_says_so(tmp_path: Path) -> None:
+    rows = [{"step": step, "train/loss": 1.0 if step < 3 else math.nan} for step in range(1, 6)]
+    write_metrics(tmp_path / "metrics.jsonl", [*rows, {"step": 6, "validation/loss": math.nan}])
+    page = Written(tmp_path)
+    assert page.traces("Loss")["training"]["y"] == [1, 1, None, None, None]
+    assert "NaN and infinite values are not drawn." in page.text
+    assert "validation loss NaN nats per token" in page.text
+
+
+def test_of_many_large_matrices_of_co_activation_some_are_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", layers=3, experts=4, rows=20)
+    large = [[0.25] * 300] * 300
+    layers = [f"layer_{layer:02d}" for layer in range(3)]
+    change(
+        folder / "summary.json", **{f"routing__{layer}__coactivation": large for layer in layers}
+    )
+    page = Written(folder)
+
+    first, last = page.figures["Co-activation"]
+    assert "2 of 3 layers, evenly chosen." in page.text
+    assert (len(first["data"][0]["z"]), last["data"][0]["z"][0][1]) == (300, 0.25)
+    assert page.size_of_data < 1_300_000

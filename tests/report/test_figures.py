@@ -1,4 +1,4 @@
-"""Figures of a run, as a notebook asks for them; test_plots.py holds those of the page to their numbers."""
+"""Figures of a run, as a notebook asks for them; test_arm_figures.py has those of a page of runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CURVES = {
     "tokens": ("Tokens read", {"tokens": "train/tokens"}),
     "tokens_per_second": ("Throughput", {"training": "train/tokens_per_second"}),
     "learning_rate": ("Learning rate", {"learning rate": "train/learning_rate"}),
-    "distillation": ("Distillation loss", {"KL(teacher | model)": "train/distillation"}),
+    "distillation": ("Distillation loss", {"KL divergence": "train/distillation"}),
     "coupling": ("Expert-router coupling", {"loss, before its weight": "train/coupling"}),
     "gradient_norm": ("Gradient norm", {"gradient norm": "train/gradient_norm"}),
     "objective": ("Objective", {"objective": "train/objective"}),

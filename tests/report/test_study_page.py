@@ -18,6 +18,7 @@ import pytest
 from moe_ffn.cli.study_page import main
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import parse_yaml, validate
+from moe_ffn.report.studies.arm_sizes import SizedLine, over_sizes
 from moe_ffn.report.studies.fits import without_seeds
 from moe_ffn.report.studies.study_page import StudyPage, study_page, with_row
 from moe_ffn.studies.budget import Budget, Cost
@@ -202,6 +203,13 @@ def test_points_over_the_expansion_have_their_number_of_experts_and_round_ticks(
     assert figure.layout.xaxis.ticktext == ("1", "2", "4")
 
 
+def test_sizes_within_a_power_of_two_are_the_ticks() -> None:
+    lines = [SizedLine("model", {182_144: [4.3], 198_272: [4.2], 230_528: [4.1]})]
+    ticks = over_sizes(lines, "forward FLOPs per token", "").layout.xaxis
+    assert ticks.tickvals == (182_144, 198_272, 230_528)
+    assert ticks.ticktext == ("182.14 k", "198.27 k", "230.53 k")
+
+
 def test_tuning_says_where_the_optimum_lies_and_if_it_is_at_an_end(
     results: list[RunResult],
 ) -> None:
@@ -338,6 +346,13 @@ def test_flops_of_the_model_that_runs_began_with_are_counted_and_arms_cross_on_t
     ) in found
     assert "all-flops" in page.figures
     assert "begin with the same weights" not in page.markdown
+    begins = "First run the commands that make the model of `init_from`"
+    assert begins in page.markdown
+    own = [{"init_from": f"runs/upcycling/new-seed{result.seed}"} for result in results]
+    ours = [
+        r.model_copy(update={"config": r.config | o}) for r, o in zip(results, own, strict=True)
+    ]
+    assert begins not in study_page(upcycling, ours).markdown
 
 
 def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:

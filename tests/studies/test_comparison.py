@@ -384,6 +384,24 @@ def test_of_a_grid_each_arm_is_compared_with_the_baseline_at_its_own_values() ->
     assert Comparison.of(lacking, baseline="dense").arm("moe,d_model=64").base is None
 
 
+def test_an_arm_may_have_a_baseline_of_its_own_or_none() -> None:
+    own = {"relu": "swiglu", "gelu": "absent"}
+    found = Comparison.of(gating(), baseline="gelu", baselines=own)
+
+    assert {arm.name: arm.base for arm in found.arms} == {
+        "gelu": None,
+        "swiglu": "gelu",
+        "relu": "swiglu",
+    }
+    assert found.baseline == "gelu, or the arm's own baseline"
+    losses = [found.arm(name).loss for name in ("relu", "swiglu")]
+    difference = found.arm("relu").difference
+    assert difference is not None
+    assert difference.mean == pytest.approx(losses[0] - losses[1])
+    assert found.verdicts[1].startswith("relu is worse than swiglu by 0.0969 ")
+    assert [arm.base for arm in Comparison.of(gating(), baselines={"relu": None}).arms][2] is None
+
+
 def test_seconds_are_of_one_kind() -> None:
     results = [make_result(arm, 0, 2.0, step_seconds=10.0) for arm in ("a", "b")]
     timed = Comparison.of(results, step_seconds={"a": 0.1, "b": 2.0})
@@ -495,6 +513,23 @@ def test_runs_of_one_arm_have_the_same_options() -> None:
     assert unsupported([make_result("a", 0), make_result("a", 1), other]) == (
         "the runs of arm 'a' have different options: optimizer.learning_rate is 0.003 in a-seed0, 0.01 in "
         "a-seed2; name the arms differently"
+    )
+
+
+def test_runs_of_one_arm_may_begin_from_the_runs_of_their_own_seeds() -> None:
+    starts = {0: "models/a-seed0", 1: "models/a-seed1", 12: "models/a-seed1"}
+    runs = [make_result("a", n, options={"init_from": start}) for n, start in starts.items()]
+
+    require_same_options("a", runs[:2])
+    require_same_options("a", runs[1:])
+    assert identity(runs[0]) == identity(runs[1]) == identity(runs[2])
+    assert identity(runs[0]) != identity(make_result("a"))
+    assert option_differences(make_result("b").config, runs[0].config) == [
+        "init_from: null -> models/a-seed{seed}"
+    ]
+    assert unsupported(runs) == (
+        "the runs of arm 'a' have different options: init_from is 'models/a-seed{seed}' in "
+        "a-seed0, 'models/a-seed1' in a-seed12; name the arms differently"
     )
 
 

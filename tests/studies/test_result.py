@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.option_tree import nest_options
+from moe_ffn.config.yaml_files import parse_yaml, validate
+from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import read_run
 from moe_ffn.runs.rows import Series
+from moe_ffn.studies import timing
 from moe_ffn.studies.budget import Budget, Cost
+from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import RunResult, add_results, lines_of, thinned
+from moe_ffn.studies.timing import Training, time_arms
 from moe_ffn.training.monitoring.json_lines import STEP_SECONDS
+from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint
 from tests.helpers.results import make_result
 from tests.helpers.synthetic_run import change, raise_alarms, write_arm, write_metrics, write_run
 from tests.helpers.tiny_runs import finished_copy
@@ -237,3 +246,217 @@ def test_a_budget_by_hand() -> None:
     # Backward takes twice what forward does.
     assert found.training_flops == 3 * found.model.flops_per_token * found.tokens
     assert Budget.of(config).model.params == params + (257 - 32) * 16, "the most of a tokenizer"
+
+
+# -- the step that is timed is the step of training; what is made of the seconds, by a clock that is given
+
+
+def test_six_timed_steps_are_a_run_of_six_steps(
+    run_train: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Accumulated, clipped and on its schedule: the weights are equal."""
+    # Steps of SGD are as long as the gradient, and some gradients here are longer than 1 and some are not.
+    sgd = "{type: sgd, learning_rate: 0.5, schedule: {type: cosine, warmup_steps: 4}}"
+    flags = ["--trainer.accumulate_grad_batches", "3", "--trainer.gradient_clip_val", "1.0"]
+    flags += ["--trainer.max_steps", "6", "--optimizer", sgd, "--seed", "5"]
+    done = run_train(tmp_path, *flags)
+    assert done.code == 0, done.stderr
+    saved = read_checkpoint(newest_first(done.folder / "checkpoints")[0])["state_dict"]
+    config = validate(TrainConfig, parse_yaml((done.folder / "config.yaml").read_text(), "it"))
+
+    training = Training(config, prepare(config.data), torch.device("cpu"))
+    for _ in range(6):
+        training.step()
+
+    for name, value in training.model.state_dict().items():
+        torch.testing.assert_close(saved[f"decoder.{name}"], value, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)]
+)
+def test_a_timed_step_has_the_precision_of_the_run(
+    precision: str, dtype: torch.dtype, tiny_yaml: Path, tmp_path: Path
+) -> None:
+    options = parse_yaml(tiny_yaml.read_text(), "tiny")
+    options["data"]["cache_dir"] = str(tmp_path)
+    options["trainer"]["precision"] = precision
+    config = validate(TrainConfig, options)
+    training = Training(config, prepare(config.data), torch.device("cpu"))
+    seen: list[torch.dtype] = []
+    training.model.register_forward_hook(lambda *given: seen.append(given[-1].logits.dtype))
+
+    training.step()
+
+    assert seen == [dtype]
+
+
+TIMED = """
+name: timed
+config: {model: {d_model: 16, num_layers: 1, attention.num_heads: 2}, trainer.precision: 32-true}
+seeds: [0, 1]
+arms:
+  quick: {model.ffn: {type: dense, d_ff: 16}}
+  slow: {model.ffn: {type: dense, d_ff: 32}, trainer.accumulate_grad_batches: 2}
+  long: {model.ffn: {type: dense, d_ff: 48}, data.batch_size: 2}
+tuning: {seeds: [0], grid: {optimizer.learning_rate: [0.5]}}
+"""
+
+
+def test_an_arm_s_seconds_tokens_and_rounds(
+    tiny_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = parse_yaml(tiny_yaml.read_text(), "tiny")["data"] | {"cache_dir": str(tmp_path)}
+    options = parse_yaml(TIMED, "study")
+    options["config"]["data"] = tiny
+    runs = validate(StudyConfig, options).planned_runs()
+    now = 0.0
+    steps = dict.fromkeys((16, 32, 48), 0)
+    prepared: list[int] = []
+
+    def step(training: Training) -> None:
+        nonlocal now
+        ffn: Any = training.model.config.ffn
+        d_ff = ffn.d_ff
+        steps[d_ff] += 1
+        # The slow arm takes 0.1 s, and far more in its fifth round: three steps a turn, two before.
+        is_hurt = d_ff == 32 and 2 + 3 + 4 * 3 < steps[d_ff] <= 2 + 3 + 5 * 3
+        now += 10.0 if is_hurt else {16: 0.001, 32: 0.1, 48: 0.2}[d_ff]
+
+    def counted(data: Any) -> PreparedData:
+        prepared.append(data.batch_size)
+        return prepare(data)
+
+    monkeypatch.setattr(Training, "step", step)
+    monkeypatch.setattr(timing, "prepare", counted)
+
+    found = time_arms(runs, rounds=9, clock=lambda: now)
+
+    assert [*found] == ["quick", "slow", "long"], "no seed twice, and no run of tuning"
+    assert prepared == [4, 2], "each data once"
+    quick, slow, long = found.values()
+    assert slow.seconds_per_step == pytest.approx(0.1), "the median, not the mean"
+    assert slow.tokens_per_second == pytest.approx(2 * 4 * 16 / 0.1)
+    assert long.tokens_per_second == pytest.approx(2 * 16 / 0.2)
+    # A turn takes 0.3 seconds, or twenty steps.
+    assert [t.num_steps for t in (quick, slow, long)] == [9 * 20, 9 * 3, 9 * 2]
+    assert [*steps.values()] == [2 + 10 * 20, 2 + 10 * 3, 2 + 10 * 2], "a round to warm up"
+
+
+def test_quartiles_are_of_the_rounds() -> None:
+    config = TrainConfig()
+    found = timing._step_time(config, 1, [5.0, 1.0, 2.0, 3.0, 4.0])
+    assert found.quartiles == (2.0, 4.0)
+
+
+# -- the results that folders hold: which are read, of which study, in which order, and what is absent
+
+
+def write_study(folder: Path, text: str, *results: RunResult) -> Path:
+    folder.mkdir()
+    (folder / "study.yaml").write_text(text)
+    add_results(folder, list(results))
+    return folder
+
+
+def test_results_come_by_their_numbers_and_not_by_their_digits(tmp_path: Path) -> None:
+    for width in (128, 64):
+        for seed in (10, 9):
+            options = {"model.d_model": width}
+            add_results(tmp_path, [make_result(f"d_model={width}", seed, options=options)])
+
+    assert [result.name for result in gather([tmp_path]).results] == [
+        f"d_model={width}-seed{seed}" for width in (64, 128) for seed in (9, 10)
+    ]
+
+
+def test_results_of_a_table_are_shown_by_their_names_and_by_their_places_where_two_are_alike(
+    tmp_path: Path,
+) -> None:
+    for folder, seed in (("one", 0), ("one", 1), ("two", 1)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        options = {"model.d_model": 32 if folder == "one" else 64}
+        add_results(tmp_path / folder, [make_result("moe", seed, options=options)])
+
+    assert [r.shown_name for r in gather([tmp_path / "one"]).results] == ["moe-seed0", "moe-seed1"]
+    assert [r.shown_name for r in gather([tmp_path / "one", tmp_path / "two"]).results] == [
+        "moe-seed0",
+        f"{tmp_path}/one/results.jsonl:2",
+        f"{tmp_path}/two/results.jsonl:1",
+    ]
+
+
+def test_what_the_study_plans_and_is_not_there_is_counted_and_the_first_are_named(
+    tmp_path: Path,
+) -> None:
+    text = "arms: {a: {}, b: {model.ffn: dense}}\nseeds: [0, 1, 2]\n"
+    found = [make_result("a", 0), make_result("a", 1, is_finished=False)]
+    note = gather([write_study(tmp_path / "s", text, *found)]).compare().notes[-1]
+    # Of the two of six that are there one is left out, which is said elsewhere.
+    assert note == (
+        "4 of the 6 runs of the study are missing here: a-seed2, b-seed0, b-seed1 and 1 more."
+    )
+
+
+def test_parts_of_one_study_are_one_study_with_the_seeds_of_all(tmp_path: Path) -> None:
+    folders = [
+        write_study(
+            tmp_path / str(seed),
+            f"name: s\narms: {{a: {{}}}}\nseeds: {seeds}\n",
+            make_result("a", seed),
+        )
+        for seed, seeds in ((0, [0, 1]), (5, [1, 5]))
+    ]
+    study = gather(folders).study
+    assert study is not None
+    assert study.seeds == [0, 1, 5]
+
+
+def test_runs_of_tuning_stay_with_the_arm_that_they_tune(tmp_path: Path) -> None:
+    tuning = {"optimizer.learning_rate": 0.5}
+    own: Any = {"tuning": tuning, "main_arm": "moe"}
+    folders = [
+        write_study(
+            tmp_path / name,
+            "arms: {moe: {}}\n",
+            make_result("moe", 0, options=(options := {"model.d_model": width})),
+            make_result("moe,learning_rate=0.5", 0, options=options | tuning, **own),
+        )
+        for width, name in ((64, "few"), (128, "many"))
+    ]
+
+    found = gather(folders)
+
+    assert [*found.arms.values()] == ["few/moe", "few/moe", "many/moe", "many/moe"]
+    assert [r.arm for r in found.results if r.tuning] == [
+        f"{name}/moe,learning_rate=0.5" for name in ("few", "many")
+    ]
+    assert [[*table.losses] for table in found.compare().tuning] == [["few/moe", "many/moe"]]
+
+
+def test_an_arm_may_be_called_as_a_run_of_tuning_of_another_study(tmp_path: Path) -> None:
+    name, tuning = "moe,learning_rate=0.5", {"optimizer.learning_rate": 0.5}
+    tuned, grid = tmp_path / "tuned", tmp_path / "grid"
+    of_tuning = make_result(name, 0, 2.5, main_arm="moe", tuning=tuning, options=tuning)
+    write_study(tuned, "arms: {moe: {}}\n", make_result("moe", 0), of_tuning)
+    wide = make_result(name, 0, 1.9, options=tuning | {"model.d_model": 256})
+    write_study(grid, f"arms: {{'{name}': {{}}}}\n", wide)
+
+    found = gather([tuned, grid])
+
+    assert [*found.arms.values()] == ["moe", "moe", f"grid/{name}"]
+    assert [arm.name for arm in found.compare().arms] == ["moe", f"grid/{name}"]
+
+
+def test_arms_of_one_name_in_two_studies_keep_their_own_times(tmp_path: Path) -> None:
+    for number, name in enumerate(("few", "many"), 1):
+        result = make_result("moe", 0, options={"model.ffn.num_experts": 4 * number})
+        folder = write_study(tmp_path / name, "arms: {moe: {}}\nseeds: [0]\n", result)
+        timing = {"arms": {"moe": {"seconds_per_step": 0.1 * number}}}
+        (folder / "timing.json").write_text(json.dumps(timing))
+
+    found = gather([tmp_path / "few", tmp_path / "many"])
+
+    assert not found.left_out, "the times are no result"
+    assert found.step_seconds == {"few/moe": 0.1, "many/moe": 0.2}
+    assert [arm.step_seconds for arm in found.compare().arms] == [0.1, 0.2]

@@ -70,6 +70,20 @@ def test_dotted_and_nested_options_mean_the_same_and_later_layers_win() -> None:
     )
 
 
+def test_the_seed_stands_in_the_text_of_an_option() -> None:
+    runs = planned("""
+        seeds: [0, 12]
+        arms: {cut: {init_from: "models/cut-seed{seed}", objective.distill: {teacher: "runs/{seed}"}}}
+    """)
+    assert {run.config.init_from for run in runs.values()} == {
+        "models/cut-seed0",
+        "models/cut-seed12",
+    }
+    distill = runs["cut-seed12"].config.objective.distill
+    assert distill is not None
+    assert distill.teacher == "runs/12"
+
+
 def test_tuning_adds_runs_and_repeats_none() -> None:
     runs = planned("""
         config: {optimizer.learning_rate: 0.001}
@@ -160,6 +174,10 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
         (
             "{arms: {relu: {}}, baseline: rleu}",
             "baseline: there is no arm 'rleu'; did you mean 'relu'?",
+        ),
+        (
+            "{arms: {relu: {}, moe: {}}, baselines: {moe: rleu}}",
+            "baselines.moe: there is no arm 'rleu'; did you mean 'relu'?",
         ),
         (
             "{arms: {relu: {model.ffn: {type: dense, activatoin: relu}}}}",

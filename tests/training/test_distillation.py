@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,16 @@ def test_a_run_learns_from_stored_answers_as_from_their_teacher(
     assert (
         f"objective.distill.teacher: the answers in '{file}' have changed since" in refused.stderr
     )
+
+
+def test_an_interrupted_file_of_answers_leaves_nothing(tmp_path: Path) -> None:
+    def parts() -> Iterator[Answers]:
+        yield Answers.of(torch.randn(3, 8), 2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(tmp_path / "answers.safetensors", 6, 2, {}, parts())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

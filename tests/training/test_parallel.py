@@ -22,8 +22,10 @@ from torch import Tensor
 
 import moe_ffn
 from moe_ffn import DecoderConfig
+from moe_ffn.data.prepare import prepare
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import DEVICES, plan_layouts
+from moe_ffn.training.distillation import Answers, digests_of, write_answers
 from moe_ffn.training.parallel.layout import Layout
 from moe_ffn.training.parallel.sharding import full_tensor
 from tests.helpers.first_gradient import first_gradient, fit
@@ -80,7 +82,8 @@ MODEL = "capacity sigmoid shared nested few threshold chain elastic"
 OBJECTIVE: dict[str, Any] = {"load_balance_global": 0.1, "bias_rule": "quantile"}
 COUPLED = "kimi sigmoid"
 OF_COUPLED: dict[str, Any] = {"bias_rule": "global_quantile", "coupling": {"alpha": 0.5}}
-"""Blocks of a model with an objective of its own: a histogram of all ranks, and a loss of weights."""
+"""Blocks of a model with an objective of its own: a histogram of all ranks, a loss of weights, and answers
+of a teacher that are stored."""
 
 # Sums of some hundred float32 products, added up in another order.
 FLOAT32 = 1e-5
@@ -142,11 +145,16 @@ def require_the_step_of_one_process(
     """No tensor of a rank differs by more than the rounding of float32, relative to its largest number."""
     layout = LAYOUTS[name]
     num_parts = accumulated * layout.num_ranks
-    teacher = str(folder / "teacher")
+    teacher, answers = str(folder / "teacher"), folder / "answers.safetensors"
     moe_ffn.save_pretrained(DecoderConfig(d_model=8, num_layers=1).build(257, 16), teacher)
+    data = prepare(make_config().data)
+    about, num_positions = digests_of(data.tokenizer, data.train), len(data.train) - 1
+    logits = torch.randn(num_positions, 257, generator=torch.Generator().manual_seed(0))
+    write_answers(answers, num_positions, 4, about, [Answers.of(logits, 4)])
 
     def step(blocks: str, num_ranks: int) -> TrainConfig:
-        return step_of(make_config, blocks, num_ranks, num_parts, device=device, teacher=teacher)
+        given = str(answers) if blocks == COUPLED else teacher
+        return step_of(make_config, blocks, num_ranks, num_parts, device=device, teacher=given)
 
     given = {blocks: step(blocks, layout.num_ranks) for blocks in models}, layout, folder
     of_ranks = on_ranks(layout.num_ranks, folder, steps_on_a_rank, *given, device=device)

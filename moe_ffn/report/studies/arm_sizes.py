@@ -66,7 +66,8 @@ def over_sizes(
 def _ticks(sizes: Sequence[float]) -> Sequence[float]:
     """Return the sizes, or powers of 2 if sizes have many digits, are many, or two are nearly equal."""
     are_short = all(size >= 1000 or float(f"{size:.3g}") == size for size in sizes)
-    if are_short and len(sizes) <= MAX_TICKS and all(b / a > 1.1 for a, b in pairwise(sizes)):
+    apart = min(1.1, (sizes[-1] / sizes[0]) ** 0.1)  # the axis may be narrower than a power of 2
+    if are_short and len(sizes) <= MAX_TICKS and all(b / a > apart for a, b in pairwise(sizes)):
         return sizes
     low, high = math.floor(math.log2(sizes[0])), math.ceil(math.log2(sizes[-1]))
     return [2.0**power for power in range(low, high + 1, -(-(high - low) // MAX_TICKS) or 1)]

@@ -21,7 +21,7 @@ from moe_ffn.studies.statistics import MIN_SEEDS, SIGNIFICANT, Interval, paired_
 _NOTES = f"""\
 **One budget** is the same corpus, tokenizer, validation windows and sequence length, and tokens and FLOPs
 per token that agree within {MAX_MISMATCH:.0%}. Optimizer, learning rate and width belong to an arm.
-Tuning runs and runs that start from a trained model are left out.
+Tuning runs and runs that start from a trained model or learn from one are left out.
 
 - **dense**: a block whose parameters are all used by every token, also a single expert. The *dense
   baseline* has the lowest mean loss of those with {MIN_SEEDS} seeds or more; the best of several is a
@@ -149,7 +149,8 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
             device = str(machine.get("gpu") or machine.get("processor"))
             timed_on.setdefault(device, []).append(folder.name)
         for result in study.results:
-            if not result.tuning and not result.option("init_from"):
+            is_taught = result.option("init_from") or result.option("objective.distill")
+            if not result.tuning and not is_taught:
                 training, name = identity(result), f"{folder.name}/{result.arm}"
                 names[training] = [*dict.fromkeys([*names.get(training, []), name])]
                 by_seed.setdefault((training, result.seed), result)

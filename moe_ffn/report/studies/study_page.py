@@ -113,6 +113,7 @@ def study_page(
     comparison = Comparison.of(
         own_results,
         baseline=baseline,
+        baselines=study.baselines,
         arms=names,
         step_seconds=step_seconds,
         margin=study.equality_margin,
@@ -335,9 +336,10 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Paragraph
         f"```bash\n{command('sweep')} --config {file}\n"
         f"{command('study_page')} {file} --runs runs/{page.name}\n```"
     )
+    initial_models = {run.option("init_from") for run in runs} - {None}
     first_step = (
         "First run the commands that make the model of `init_from`; they are in the study's YAML file."
-        if any(run.option("init_from") for run in runs)
+        if any(not model.startswith(f"runs/{page.name}/") for model in initial_models)
         else ""
     )
     table = f"{page.name}/{RESULTS_FILE}"

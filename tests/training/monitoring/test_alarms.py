@@ -155,7 +155,7 @@ def test_a_falling_or_wavering_loss_is_no_spike(rules: AlarmRules, losses: list[
 
 
 def test_a_row_without_a_loss_is_skipped(rules: AlarmRules) -> None:
-    # None of its steps was taken, which is an alarm of its own: test_guard.py.
+    # None of its steps was taken, which is an alarm of its own: test_stopping.py.
     assert watch(rules, float("nan"), 2.0, 2.0, float("nan"), 2.0, 2.0, 2.0, 2.5) == []
     assert len(watch(rules, float("nan"), 4.2)) == 1
 
