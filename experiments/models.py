@@ -244,7 +244,7 @@ feed-forward block.
   largest difference of the outputs, and of all gradients, divided by the largest number of theirs. Blocks
   with noise or a capacity are also compared in training; the larger error counts.
 - **Weights** of a live model are converted by `moe_ffn.interop.convert_block("{example}", block, config)`,
-  the config alone by `block_config("{example}", config)`.
+  only the config by `block_config("{example}", config)`.
 
 Of {total} models, {exact} agree to rounding ({share:.1%}). {paper} of these {exact} are compared with their
 papers, because their blocks in transformers compute something else in evaluation.

@@ -111,6 +111,6 @@ _LAZY = {
         ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.weights.pretrained"
     ),
 }
-"""Names imported on first use: layers alone need no decoder, PyYAML or tokenizers."""
+"""Names imported on first use: the layers need no decoder, PyYAML or tokenizers."""
 
 __getattr__, __dir__ = lazy_names(__name__, _LAZY, install=install("train"))

@@ -100,10 +100,10 @@ def _in_a_folder_of_its_own(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a user's programs remember, the code they trust, is not that of whoever runs the tests.
+def _separate_user_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests neither read nor change the code that the user of this machine trusts.
 
-    But for the compiled kernels: with a home of its own, a test would wait for a compiler.
+    They share the compiled kernels of the user, since compiling takes long.
     """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     kernels = (given if given.is_absolute() else Path.home() / ".cache") / "moe_ffn"

@@ -377,7 +377,7 @@ def test_a_shared_expert_joins_the_routed_ones_at_every_token(
 @every_backend
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("router", ["top_k", "relu", "expert_choice"])
-def test_experts_without_computation_stand_beside_the_others(
+def test_zero_computation_experts_work_next_to_other_experts(
     router: str, limit: Limit, backends: list[str], compare: Any
 ) -> None:
     kinds = {"num_zero": 1, "num_copy": 2, "num_constant": 2}

@@ -119,7 +119,7 @@ def readme_block(record: Mapping[str, Any]) -> str:
 
 
 def with_block(readme: str, block: str) -> str:
-    """The README with this block in the place of the one it has."""
+    """The README with this block in place of the one it has."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert all((begin, end)), f"README.md has no lines '{BEGIN.strip()}' and '{END.strip()}'"

@@ -162,7 +162,7 @@ class GlobalQuantileRuleConfig(BiasRuleConfig, frozen=True):
         """Return the k / E quantile of each expert's histogram, (E,); `bias_E` where nothing was counted."""
         histogram_EB, pairs_E = observed[:, :-1], observed[:, -1]
         counted_EB = histogram_EB.cumsum(dim=-1)
-        # k / E of the tokens are as many as the mean of the pairs; compared as integers, without rounding.
+        # k / E of the tokens is pairs / E; both sides are multiplied by E, since integers have no rounding.
         num_pairs, num_experts = pairs_E.sum(), len(pairs_E)
         bin_E1 = (num_experts * counted_EB < num_pairs).sum(dim=-1, keepdim=True)
         bin_E1 = bin_E1.clamp(max=self.num_bins - 1)
@@ -203,7 +203,7 @@ def _draws_k(router: Any) -> bool:
 
 
 def _other_ranking(router: Any) -> str:
-    """Return the option by which a router does not choose its k largest scores + bias; empty if none."""
+    """Return the option that stops a router from choosing its k largest scores + bias; empty if none."""
     if _draws_k(router):
         return "a k that is drawn (k_min, k_max)"
     if getattr(router, "score", "sigmoid") == "sqrt_softplus":

@@ -111,7 +111,7 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
 def sequence_load_balancing_loss(routing: Routing) -> Tensor:
     """Return the mean of the sequences' load-balancing losses (DeepSeek-V3, section 2.1.2).
 
-    It asks for balance within every sequence. Sequences of padding alone do not count.
+    It asks for balance within every sequence. Sequences with only padding do not count.
     """
     if routing.is_pairs_only:
         return load_balance_from_pairs(routing, by_sequence=True)

@@ -1,4 +1,4 @@
-"""Balancing losses and expert usage of routings without (T, E) tables (product keys), from their pairs alone.
+"""Balancing losses and expert usage of routings without (T, E) tables (product keys), from only their pairs.
 
 No tensor here has length E. The pairs of one expert form a group, and there are at most N groups.
 
@@ -58,7 +58,7 @@ def _shares(routing: Routing) -> Tensor:
 
 
 def load_balance_from_pairs(routing: Routing, *, by_sequence: bool = False) -> Tensor:
-    """Return Switch's E * sum_i f_i P_i of the batch, or its mean over sequences, from the pairs alone.
+    """Return Switch's E * sum_i f_i P_i of the batch, or its mean over sequences, from only the pairs.
 
     f_i is as in `load_balancing_loss`; P_i is the mean over tokens of expert i's share of a token's weights.
     The loss is 1 at balance too.

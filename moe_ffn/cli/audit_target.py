@@ -1,4 +1,4 @@
-"""Loading for `moe-ffn audit`: a run, a model folder of ours or of transformers, or an adapter of peft."""
+"""Loading for `moe-ffn audit`: a run, a model folder of moe_ffn or transformers, or an adapter of peft."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def load_target(
         return _adapter(folder, text, num_tokens, base, trust_code)
     if base is not None:
         raise ConfigError(
-            f"--base: '{folder}' is no adapter of peft, which has {ADAPTER_CONFIG}; leave it out"
+            f"--base: '{folder}' is not an adapter of peft, which has {ADAPTER_CONFIG}; leave it out"
         )
     model: Any
     num_steps = None
@@ -127,8 +127,8 @@ def _adapter(
     base = base or (None if named is None else Path(named))
     if base is None or not base.is_dir():
         raise ConfigError(
-            f"'{folder}' is an adapter for '{named}', which is no folder here; give the folder of that model "
-            "with --base"
+            f"'{folder}' is an adapter for '{named}', which is not a folder here; give the folder of that "
+            "model with --base"
         )
     target = load_target(base, text, num_tokens, trust_code=trust_code)
     adapted = load_adapter(folder, target.model, base, is_trainable=True)

@@ -44,16 +44,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--packed",
         action="store_true",
-        help="store experts that were trained in low precision (type fake_quantized) as its elements and "
-        "scales, as compressed-tensors does, and not as rounded values",
+        help="store experts of type fake_quantized as low-precision elements and scales, in the format of "
+        "compressed-tensors, instead of as rounded floating-point numbers",
     )
     parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
     args = parser.parse_args(argv)
     is_ours = is_run(args.source) or is_model_folder(args.source)
     if args.packed and (args.target.suffix == SUFFIX or not is_ours):
         raise ConfigError(
-            "--packed stores the experts of a run or a model folder of moe_ffn in a folder of transformers, "
-            f"not '{args.source}' in '{args.target}'; leave it out"
+            "--packed exports a run or a model folder of moe_ffn to a folder of transformers, "
+            f"not '{args.source}' to '{args.target}'; leave it out"
         )
     if args.target.suffix == SUFFIX:
         _export_gguf(args.source, args.target, is_ours=is_ours, trust_code=args.trust_code)

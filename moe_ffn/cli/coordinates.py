@@ -1,12 +1,12 @@
-"""Check whether a learning rate transfers: how activations, and their changes in the first steps of training,
-depend on the size of a model.
+"""Check whether a learning rate transfers to larger models: show how activations, and their changes in the
+first steps of training, depend on the size of the model.
 
 moe-ffn coordinates --config FILE [--sizes 64 128 256] [--option model.num_layers] [--html FILE]
 
-Each size is trained for a few steps at the full learning rate, on the same batches. The slope is the exponent
+Each size is trained for a few steps at the peak learning rate, on the same batches. The slope is the exponent
 a of values proportional to size^a. If the changes of the residual stream and of the logits have slopes near
-0, the best learning rate of the small model is that of the large one. model.parametrization.type completep
-sets initial weights and rates so.
+0, the best learning rate of a small model also suits a large one. model.parametrization.type completep sets
+initial weights and learning rates to reach such slopes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     found = measure_coordinates(config, flags.option, sizes, flags.steps)
     console = Console(highlight=False)
     console.print(
-        f"Root mean squares before training, and of their change in {flags.steps} steps, "
+        f"Root mean squares of activations before training, and of their change in {flags.steps} steps, "
         f"{config.optimizer.type}, {config.model.parametrization.type}"
     )
     console.print(_table(found))
@@ -59,20 +59,23 @@ def _add_flags(parser: Parser) -> None:
         "--option",
         default="model.d_model",
         metavar="OPTION",
-        help="the option that sets the size, such as model.num_layers or model.ffn.num_experts (%(default)s)",
+        help="option that sets the size, such as model.num_layers or model.ffn.num_experts (%(default)s)",
     )
     parser.add_argument(
         "--sizes",
         type=whole(1, MAX_COUNT),
         nargs="+",
         metavar="NUMBER",
-        help="values of the option (1, 2, 4 and 8 times model.d_model)",
+        help="sizes to train, as values of --option (1, 2, 4 and 8 times model.d_model)",
     )
     parser.add_argument(
         "--steps", type=whole(1, 1000), default=4, metavar="N", help="training steps (%(default)s)"
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="also draw activations and changes over the sizes"
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also draw activations and changes against the size, as a page",
     )
 
 
@@ -96,11 +99,11 @@ def _verdict(found: Coordinates) -> str:
         if row in found.updates
     }
     if any(map(math.isnan, slopes.values())):
-        return "A change is zero or not finite, so it has no slope: lower optimizer.learning_rate."
+        return "A change is zero or not finite and has no slope; lower optimizer.learning_rate."
     parts = ", ".join(f"{row} {slope:+.2f}" for row, slope in slopes.items())
     return (
-        f"Change as a power of {found.option}: {parts}. With 0, one learning rate fits all sizes. Outputs "
-        "of attention and feed-forward blocks may fall as layers are added: their sum counts."
+        f"Change as a power of {found.option}: {parts}. With slopes of 0, one learning rate fits all sizes. "
+        "Outputs of attention and feed-forward blocks may fall as layers are added: only their sum counts."
     )
 
 
@@ -128,6 +131,6 @@ def _page(found: Coordinates) -> str:
         ]
         log_axis = {"type": "log", "title": "root mean square"}
         x_axis = {"type": "log", "title": found.option, "tickvals": list(found.sizes)}
-        note = "The legend has each line's slope, the exponent of the size: 0 is flat."
+        note = "The legend shows the slope of each line, the exponent of the size; 0 is flat."
         figures.append(curves_figure(traces, title, note, x_axis, log_axis))
     return figures_page(f"Activations over {found.option}", figures)

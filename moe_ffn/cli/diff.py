@@ -91,7 +91,7 @@ def _parser() -> Parser:
         "--recorded",
         type=Path,
         metavar="FILE",
-        help="experts that vLLM or SGLang recorded for this text (.npz), in the place of the experts of A",
+        help="experts that vLLM or SGLang recorded for this text (.npz), instead of the experts of A",
     )
     parser.add_argument(
         "--tokens",

@@ -12,8 +12,8 @@ corpus (--data.corpus.type text --data.corpus.paths books) or a config that name
 
 moe-ffn evaluate runs/TEACHER --store-answers FILE.safetensors [--top N]
 
---store-answers computes a teacher's likeliest next tokens at each position of the training split, for
-objective.distill.teacher of other runs on this text.
+--store-answers stores the likeliest next tokens at each position of the training split, as predicted by this
+model. Other runs on the same text learn from the file: --objective.distill.teacher FILE.safetensors.
 """
 
 from __future__ import annotations
@@ -154,15 +154,15 @@ def main(argv: Sequence[str]) -> int:
         "--store-answers",
         type=Path,
         metavar="FILE",
-        help="write the likeliest next tokens at each position of the training split to a .safetensors file, "
-        "as objective.distill.teacher; windows overlap by half",
+        help="store the likeliest next tokens at each position of the training split in a .safetensors file, "
+        "for objective.distill.teacher; windows overlap by half",
     )
     parser.add_argument(
         "--top",
         type=whole(1),
         default=16,
         metavar="N",
-        help="with --store-answers: tokens to store at each position (%(default)s)",
+        help="with --store-answers: number of tokens to store at each position (%(default)s)",
     )
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
@@ -207,8 +207,8 @@ def _check_together(args: Any) -> None:
         for option, value in others.items():
             if value is not None:
                 raise ConfigError(
-                    f"{option}: cannot be used with --store-answers, which reads the training split of a "
-                    "corpus; leave one of them out"
+                    f"{option}: cannot be used with --store-answers, which reads a training split; leave one "
+                    "of them out"
                 )
     if args.k is not None:
         if args.tasks is not None:
@@ -260,12 +260,12 @@ def _evaluate_once(
 
 
 def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> dict[str, Any]:
-    """Write a model's answers to the training split; return their number and source for JSON."""
+    """Write a model's predictions on the training split; return their number and source for JSON."""
     vocab_size = model.decoder.embedding.num_embeddings
     if path.suffix != ANSWERS_SUFFIX:
         raise ConfigError(
-            f"--store-answers: '{path}' must end in {ANSWERS_SUFFIX}; objective.distill.teacher takes other "
-            "names for folders"
+            f"--store-answers: '{path}' must end in {ANSWERS_SUFFIX}, by which objective.distill.teacher "
+            "recognises it; rename it"
         )
     if top > vocab_size:
         raise ConfigError(
@@ -273,8 +273,8 @@ def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> di
         )
     if not model.decoder.config.causal:
         raise ConfigError(
-            f"--store-answers: '{model.folder}' predicts masked tokens (model.causal: false), which each "
-            "batch draws anew; name its folder as the teacher"
+            f"--store-answers: '{model.folder}' predicts masked tokens (model.causal: false), which differ "
+            "in every batch; use its folder as the teacher"
         )
     data = _data_of(model, config)
     about = {

@@ -91,7 +91,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser with `--version`, `-v` and `-q`; it raises ConfigError for a mistake and splits no word."""
+    """Parser with `--version`, `-v` and `-q` that raises ConfigError for a mistake and breaks no word."""
 
     def __init__(self, **options: Any) -> None:
         """Take the options of `argparse.ArgumentParser`."""
@@ -196,7 +196,7 @@ def check_output(option: str, path: Path | None, opening: str) -> None:
                         f"{option}: '{path}' exists and was not made by this program; choose another "
                         "file, or remove it"
                     )
-        # Permission bits are no proof: root may write anywhere except in a read-only file system.
+        # Permission bits prove nothing: root may write anywhere except in a read-only file system.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:

@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
         config = parse(options) if resume is None else resume.config
         if flags.trust_code and resume is None and not folders_read(config):
             raise ConfigError(
-                f"{trust.FLAG}: is for the folders of --resume, init_from and objective.distill.teacher, and "
-                "this run reads none; a class that you name yourself is trusted; leave it out"
+                f"{trust.FLAG}: applies to the folders of --resume, init_from and objective.distill.teacher, "
+                "but this run reads none; leave it out, since a class that you name yourself is trusted"
             )
         return _run(config, resume)
 
@@ -163,7 +163,7 @@ def _add_flags(parser: Parser) -> None:
         "newest intact checkpoint",
     )
     parser.add_argument(
-        trust.FLAG, action="store_true", help=f"with --resume, init_from or a teacher: {trust.HELP}"
+        trust.FLAG, action="store_true", help=f"for --resume, init_from or a teacher: {trust.HELP}"
     )
 
 

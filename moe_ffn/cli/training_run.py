@@ -143,7 +143,8 @@ def read_answers(config: TrainConfig, data: PreparedData, distill: DistillConfig
     """Open the stored answers of a teacher.
 
     Raises:
-        ConfigError: they are not those to the text of this run, or its objective needs others.
+        ConfigError: they were stored for another text or tokenizer, the run predicts masked tokens, or the
+            temperature is not 1.
     """
     option = "objective.distill.teacher"
     answers = StoredAnswers(expand_path(distill.teacher, option), option)
@@ -165,7 +166,7 @@ def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | StoredAns
     """Read the teacher of `objective.distill`; None if there is none.
 
     Raises:
-        ConfigError: its tokens, its direction or its longest sequence do not fit the run, or a weight is not
+        ConfigError: its tokenizer, `causal` or its maximum length does not fit the run, or a weight is not
             finite.
     """
     if config.objective.distill is None:
@@ -214,8 +215,8 @@ def announce_teacher(
         before = Facts.read(resume.folder / run_folder.FACTS_FILE).teacher_sha256
         if before not in (None, sha256):
             raise ConfigError(
-                f"objective.distill.teacher: the {what} in '{folder}' are not those with which "
-                f"'{resume.folder}' began; restore them, or name another folder to learn from another teacher"
+                f"objective.distill.teacher: the {what} in '{folder}' have changed since "
+                f"'{resume.folder}' began; restore them, or give another path to change the teacher"
             )
     say(f"teacher: {folder}, {size}")
     return sha256

@@ -58,7 +58,7 @@ class Config(BaseModel, frozen=True):
     """Inherited options that this class rejects; the help leaves them out."""
 
     wrong_value_hint: ClassVar[str] = ""
-    """End of the message about a value that is no mapping or names an unknown type: `; use ...`."""
+    """End of the message about a value that is not a mapping or names an unknown type: `; use ...`."""
 
     def __init__(self, /, **options: Any) -> None:
         try:
@@ -220,7 +220,7 @@ class TaggedConfig(Config, frozen=True):
         if not cls.is_family_root():
             own_tags = get_args(cls.model_fields["type"].annotation)
             if own_tags and "type" in data and tag not in own_tags:
-                # Report this mistake alone: the options belong to another class.
+                # Report only this mistake: the options belong to another class.
                 tags = " or ".join(map(repr, own_tags))
                 raise errors_at(cls, {"type": f"must be one of {tags}, got {show(tag)}"}, data)
             return cls
@@ -344,7 +344,7 @@ def json_schema(root: type[Config]) -> dict[str, Any]:
             return {key: resolve(value) for key, value in node.items()}
         name = node[FAMILY_KEY]
         if name not in definitions:
-            definitions[name] = {}  # before its members, which may refer back to it
+            definitions[name] = {}  # set first, since a member may contain its own family
             family = families[name]
             members = [define(member) for member in dict.fromkeys(family.members.values())]
             custom_class = {

@@ -16,7 +16,7 @@ def lazy_names(
     Args:
         package: its `__name__`.
         names: public name -> the module that defines it.
-        install: command for the error if a package is missing; None: the error of the import stays.
+        install: command that an error names if a package is missing; None raises the original error.
     """
 
     def get(name: str) -> Any:

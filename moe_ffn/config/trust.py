@@ -1,8 +1,8 @@
-"""Trust in custom code of a run's folder: the user ran it before, or gave `--trust-code`.
+"""Trust in custom code of a run's folder: the user trained with it before, or gave `--trust-code`.
 
-A config on the command line is the user's own. A run's folder may come from another person, and reading its
-`config.yaml` runs the code that the file names. Therefore the sha256 of each code file that the user has
-trained with is stored outside the runs. One file per hash needs no lock.
+A run's folder may come from another person, and reading its `config.yaml` runs the code that the file names.
+Therefore the sha256 of each code file that the user has trained with is stored outside the runs. One file per
+hash needs no lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.import_path import PACKAGE, Code, permitting_imports
 
 FLAG = "--trust-code"
-HELP = "allow custom code named by the run's folder, even if you have never run it; read it first"
+HELP = (
+    "run custom code that the folder names, even if you have never trained with it; read it first"
+)
 
 _accepting: ContextVar[bool] = ContextVar("_accepting", default=False)
 

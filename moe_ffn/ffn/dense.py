@@ -276,7 +276,7 @@ def _by_sequence(flat: TokenContext) -> Tensor | None:
 class _PositionConv(nn.Module):
     """A 1-D convolution, computed as a linear map of the window around each position.
 
-    With kernel size 1 it calls `nn.Linear` alone, so the outputs equal those of the dense block bit by bit.
+    With kernel size 1 it only calls `nn.Linear`, so the outputs equal those of the dense block bit by bit.
     """
 
     def __init__(self, d_in: int, d_out: int, config: ConvConfig) -> None:

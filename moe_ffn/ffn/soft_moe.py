@@ -109,7 +109,7 @@ class SoftMoEFFN(FFNBlock):
         if flat.mask is not None:
             mask_BS1 = rearrange(flat.mask, "(b s) -> b s 1", s=length)
         included_BS1 = mask_BS1 & x_BSD.isfinite().all(dim=-1, keepdim=True)
-        # Not -inf: in a sequence of padding alone, the softmax would be NaN.
+        # Not -inf: in a sequence of only padding, the softmax would be NaN.
         lowest = torch.finfo(dtype).min
         dispatch_BSP = logits_BSP.masked_fill(~included_BS1, lowest).softmax(dim=1) * included_BS1
         included_BSD = x_BSD.to(dtype).masked_fill(~included_BS1, 0)

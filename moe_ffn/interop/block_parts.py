@@ -1,4 +1,4 @@
-"""Parts of the table of sparse blocks in transformers: the type of an entry, and what entries share.
+"""Type of an entry in the table of sparse blocks of transformers, and helpers that entries share.
 
 An entry has a template of our options, and the names of the weights.
 """
@@ -29,12 +29,12 @@ from moe_ffn.weights.options import ACTIVATIONS, HFConfig
 # -- an entry
 
 Template = Mapping[str, Any] | Callable[[Any], Any]
-"""Our options as in YAML. A function in the place of a value computes it from the config of transformers."""
+"""Our options as in YAML; a value may be a function that computes it from the config of transformers."""
 
 
 @dataclass(frozen=True)
 class BlockEntry:
-    """A sparse feed-forward block of transformers, in terms of ours."""
+    """A sparse feed-forward block of transformers, described by our options and tensors."""
 
     class_name: str
     """Class in the model's file; a decoder layer if the experts have no block class."""
@@ -198,7 +198,7 @@ def shared(width: str, count: str | None = None, **options: Any) -> Template:
 Names = Mapping[str, TensorLayout]
 
 
-def _either(ours: str, *stems: str) -> dict[str, TensorLayout]:
+def _linear_by_name(ours: str, *stems: str) -> dict[str, TensorLayout]:
     """Return the layouts of the weight and bias of a linear module that has one of these names."""
     return {
         f"{ours}.{kind}": named(*(f"{stem}.{kind}" for stem in stems))
@@ -212,7 +212,7 @@ TRANSPOSED: Names = {
     f"experts.{name}": transposed(f"experts.{name}_proj") for name in ("gate_up", "down")
 }
 NAMES: Names = {
-    **_either("router.projection", *_ROUTERS),
+    **_linear_by_name("router.projection", *_ROUTERS),
     "router.correction_bias_E": named(
         "gate.e_score_correction_bias",
         "e_score_correction_bias",
@@ -224,10 +224,10 @@ NAMES: Names = {
     **{f"experts.{name}": named(f"experts.{name}_proj") for name in ("gate_up", "up", "down")},
     "experts.gate_up_bias": named("experts.gate_up_proj_bias"),
     "experts.down_bias": named("experts.down_proj_bias"),
-    **_either("shared_expert.gate", *(f"{stem}.gate_proj" for stem in _SHARED_EXPERTS)),
-    **_either("shared_expert.up", *(f"{stem}.up_proj" for stem in _SHARED_EXPERTS)),
-    **_either("shared_expert.down", *(f"{stem}.down_proj" for stem in _SHARED_EXPERTS)),
-    **_either("combine.gate", "shared_expert_gate"),
+    **_linear_by_name("shared_expert.gate", *(f"{stem}.gate_proj" for stem in _SHARED_EXPERTS)),
+    **_linear_by_name("shared_expert.up", *(f"{stem}.up_proj" for stem in _SHARED_EXPERTS)),
+    **_linear_by_name("shared_expert.down", *(f"{stem}.down_proj" for stem in _SHARED_EXPERTS)),
+    **_linear_by_name("combine.gate", "shared_expert_gate"),
 }
 """Our name of a tensor -> its layout in most blocks."""
 

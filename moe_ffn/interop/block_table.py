@@ -590,7 +590,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         note="used in the first layer only",
     ),
 }
-"""Model (and block, if it has several) -> its entry, or the reason why no block of ours matches."""
+"""Model (and block, if it has several) -> its entry, or the reason why none of our blocks matches."""
 
 NO_BLOCK = {
     "bamba": "dense: it sets the number of its experts to 1",

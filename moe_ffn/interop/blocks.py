@@ -31,7 +31,7 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
         config: the live config from which transformers builds the block.
 
     Raises:
-        ConfigError: the name is unknown, or no block of ours computes the same.
+        ConfigError: the name is unknown, or none of our blocks computes the same.
     """
     entry = _entry(model)
     hf = _hf_config(entry, config)
@@ -97,7 +97,7 @@ def convert_tensors(
         gradients: True if `theirs` are gradients, possibly of only some weights.
 
     Raises:
-        ConfigError: a tensor of ours or of theirs has no counterpart.
+        ConfigError: one of our tensors, or of theirs, has no counterpart.
     """
     converted: dict[str, Tensor] = {}
     used: set[str] = set()

@@ -128,9 +128,9 @@ class ModelDifference:
     largest_logit: float
     """Largest absolute difference of two logits."""
     not_finite: int
-    """Tokens with a logit that is NaN or infinite in A or B; the other numbers leave them out."""
+    """Number of tokens with a NaN or infinite logit in A or B; all other measures leave them out."""
     first_not_finite: Mapping[str, int]
-    """`A` or `B` -> first token at which it has such a logit."""
+    """`A` or `B` -> index of its first token with a NaN or infinite logit."""
     positions: tuple[PositionDifference, ...]
     flips: Mapping[str, float]
     """Layer -> fraction of tokens whose set of experts differs; empty if there is no routing to compare."""
@@ -235,7 +235,7 @@ def diff(
 ) -> ModelDifference:
     """Compare two models on a text.
 
-    Each is a run, a model folder of ours or of transformers, or a folder with an adapter of peft, which is
+    Each is a run, a model folder of moe_ffn or transformers, or a folder with an adapter of peft, which is
     merged into the other model.
 
     Args:
@@ -246,7 +246,7 @@ def diff(
             experts of A; see `moe_ffn.interop.read_experts`. The text is then one sequence.
         num_tokens: maximum number of tokens to read.
         window: tokens of a sequence; by default as many as both models accept, at most 512.
-        trust_code: run the code that a folder of ours names.
+        trust_code: run the code that a moe_ffn folder names.
 
     Raises:
         ConfigError: a folder cannot be read, an optional library is missing, or the models differ in
@@ -398,7 +398,7 @@ def _load_theirs(folder: Path, options: _Options) -> _Side:
         register()
     model = load_hf_model(folder, **chosen)
     if options.dtype == "float64" and options.experts is None and _sparse_modules(model):
-        model.set_experts_implementation("eager")  # the others do not compute float64
+        model.set_experts_implementation("eager")  # other implementations lack float64
     encode = None
     if kind_of(folder / TOKENIZER_FILE) is not None:
         encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
@@ -686,7 +686,7 @@ def _run(
 
 
 def _recorded(side: _Side, record: Tensor, routings: Mapping[str, Routing]) -> dict[str, Routing]:
-    """Return the routings of a model with recorded experts in the place of its own."""
+    """Return the routings of a model with recorded experts instead of its own."""
     found: dict[str, Routing] = {}
     for name, ids in recorded_layers(side.model, record).items():
         own_N, ids_N = (

@@ -114,7 +114,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
-        """Return the last tokens of a request: as many as the model reads, and one that it only predicts."""
+        """Return the last tokens of a request: the inputs that fit the model, and one token to predict."""
         if len(continuation) > self.max_length:
             raise ConfigError(
                 f"a task needs a continuation of {len(continuation)} tokens, but the model reads at most "

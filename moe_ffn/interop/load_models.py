@@ -122,14 +122,14 @@ def load_hf_model(folder: Path, **options: Any) -> Any:
 
 
 def max_length_of(model: Any) -> int | None:
-    """Return the longest text of a model, in tokens; None if its config names none."""
+    """Return the maximum number of tokens that a model reads; None if its config has no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def load_with_info(
     folder: Path, *, accepts_encoder: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a language model, from config.json and safetensors alone, and lists of wrong weights.
+    """Return a language model, from only config.json and safetensors, and lists of wrong weights.
 
     Args:
         accepts_encoder: also load an encoder with a decoder.
@@ -218,7 +218,7 @@ def load_adapter(
     """Put the adapter in a folder onto a model, which was loaded from `base_folder`.
 
     Raises:
-        ConfigError: peft is not installed, the weights are no safetensors, or a shape does not fit.
+        ConfigError: peft is not installed, the weights are not safetensors, or a shape does not fit.
     """
     try:
         import peft

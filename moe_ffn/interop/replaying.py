@@ -77,7 +77,7 @@ class _Replay:
     def __init__(self, model: nn.Module, experts: Record, hooks: ExitStack) -> None:
         self._signature = inspect.signature(model.forward)
         self._ids: dict[str, Tensor] = {}
-        """Layer -> given experts (T, K) of the current pass. The last pass stays, because activation
+        """Layer -> given experts (T, K) of the current pass. They are kept after the pass, because activation
         checkpointing runs its layers again."""
         modules = routing_modules(model)
         self._records = recorded_layers(model, experts)
@@ -362,7 +362,7 @@ def read_experts(path: str | Path, attention_mask: Any = None) -> Tensor:
 
     The file has `routed_experts`, integers (tokens, layers, k) or (batch, tokens, layers, k). It may have
     `prompt_routed_experts` for the tokens before them (vLLM 0.21), and `attention_mask`, (tokens) or
-    (batch, tokens), with 0 for padding of these arrays. An `.npy` file has `routed_experts` alone. SGLang
+    (batch, tokens), with 0 for padding of these arrays. An `.npy` file has only `routed_experts`. SGLang
     returns base64: `numpy.frombuffer(base64.b64decode(text), "int32").reshape(-1, layers, k)`.
 
     Args:

@@ -147,7 +147,7 @@ def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> tuple[SwappedFFN,
     change = 0.0
     if isinstance(target, DenseConfig | GatedConfig):
         weights = block.state_dict()
-        block = _like(own, target, where).build(weight.shape[1])
+        block = _complete_from(own, target, where).build(weight.shape[1])
         block.load_state_dict(weights)
     elif isinstance(target, MoEConfig):
         from moe_ffn.weights.upcycle import as_experts, upcycle  # needs YAML, which is optional
@@ -180,7 +180,7 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
     """Return the config of an FFN, our block with copies of its weights on the CPU, and its up matrix.
 
     Raises:
-        ConfigError: no block of ours computes the same as the FFN.
+        ConfigError: none of our blocks computes the same as the FFN.
     """
     matrices = _matrices(ffn)
     assert matrices is not None
@@ -217,7 +217,7 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
     return config, block, weight
 
 
-def _like(
+def _complete_from(
     own: DenseConfig | GatedConfig, target: DenseConfig | GatedConfig, where: str
 ) -> DenseConfig | GatedConfig:
     """Return `target` with missing options taken from the FFN.

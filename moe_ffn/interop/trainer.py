@@ -237,7 +237,7 @@ class RoutingCallback(TrainerCallback):
         callbacks = handler.callbacks
         handler.callbacks = [c for c in callbacks if not isinstance(c, _PRINTERS)]
         try:
-            # Not `trainer.log`: those of TRL move the pending metrics of TRL into each row.
+            # Not `trainer.log`: trainers of TRL override it, and would add their pending metrics.
             Trainer.log(trainer, dict[str, Any](flat(row)))
         finally:
             handler.callbacks = callbacks
@@ -264,7 +264,7 @@ class RoutingCallback(TrainerCallback):
                 "window": self._window.state_dict(),
                 "rules": self._rules.state_dict(),
             }
-            # Not as an `ExportableState`, whose state the Trainer asks on rank 0 alone.
+            # Not as an `ExportableState`, whose state the Trainer reads only on rank 0.
             _states(state)[STATE_KEY] = json.loads(json.dumps(saved, default=Tensor.tolist))
 
     def _load(self, state: TrainerState) -> None:
@@ -303,7 +303,7 @@ def _trainer_of_event() -> Trainer:
         if isinstance(owner, Trainer):
             return owner
         frame = frame.f_back
-    raise ConfigError("RoutingCallback works in transformers.Trainer and its subclasses alone")
+    raise ConfigError("RoutingCallback works only in transformers.Trainer and its subclasses")
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _with_gate_first(weights: ExpertWeights) -> ExpertWeights:
 
 
 def _gate_of(experts: Any) -> tuple[Activation, GateFunction | None]:
-    """Return the activation or gate function of ours that computes the same as the module."""
+    """Return our activation or gate function that computes the same as the module."""
     if _GATE not in experts.__dict__:
         experts.__dict__[_GATE] = _find_gate(experts)
     return experts.__dict__[_GATE]
@@ -210,7 +210,7 @@ def _clamped_gates(experts: Any) -> Iterator[ClampedSwiGLU | ClampedGate]:
 
 @torch.no_grad()
 def activation_of(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Return the activation of ours that computes the same as `function`; None if there is none."""
+    """Return our activation that computes the same as `function`; None if there is none."""
     out = function(_probe())
     for name, ours in ACTIVATIONS.items():
         if _is_close(out, ours(_probe())):

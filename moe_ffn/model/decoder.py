@@ -66,7 +66,7 @@ class DecoderConfig(Config, frozen=True):
     """pre: norm before each sublayer, x + f(norm(x)); post: norm after the sum, norm(x + f(x)), as in the
     original Transformer."""
     parametrization: ParametrizationConfig = StandardConfig()
-    """Rule by which initial weights and learning rates follow the sizes of the model."""
+    """Rule that sets initial weights and learning rates from the sizes of the model."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping a unit of the embeddings and of each sublayer's output in training."""
     tie_embeddings: bool = True

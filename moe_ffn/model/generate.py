@@ -78,8 +78,8 @@ class Decoding:
         Args:
             prompts: token ids of each prompt, integers (S,), with S from 1 to `max_seq_len`.
             num_tokens: number of tokens to add to each prompt.
-            sampling: unless its temperature is 0, rows share `generator`, so the tokens of a row depend on
-                the other rows.
+            sampling: how to choose tokens. At temperature 0 rows are independent; otherwise they share
+                `generator`, so the tokens of a row depend on the other rows.
             observe: called with every output of the model, and the number of new tokens at the output's end.
 
         Raises:

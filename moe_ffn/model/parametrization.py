@@ -1,7 +1,7 @@
-"""Rules by which initial weights and learning rates follow the sizes of a model, and the parts of a model.
+"""Parametrizations: rules that set initial weights and learning rates from the sizes of a model.
 
-No rule adds a factor to the forward pass: a factor in front of a weight is folded into its initial values
-and its learning rate, so that a trained model is exported like any other.
+No rule changes the forward pass: a factor of a weight is folded into its initial values and its learning
+rate, so that a trained model is exported like any other.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 # -- the parts of a model
 
 LAYERS = "layers."
-"""Prefix of the names of parameters in the layers of a decoder."""
+"""Prefix of parameter names in the layers of a decoder."""
 
 Part = Literal[
     "embeddings", "attention", "router", "ffn_up", "ffn_down", "norms", "output", "other"
 ]
-"""Part of a model with a learning rate of its own. `ffn_up` and `ffn_down` are the matrices into and out of
-the hidden units of experts, shared experts and dense blocks; `output` is an untied output matrix."""
+"""Part of a model that may have its own learning rate. `ffn_up` and `ffn_down` are the matrices into and out
+of the hidden units of experts, shared experts and dense blocks; `output` is an untied output matrix."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 
 _FUSED = {"gate_up": 2}
-"""Name of a parameter or of its module -> number of matrices that the parameter concatenates."""
+"""Name of a parameter or its module -> number of matrices that the parameter concatenates."""
 
 _FFN_PARTS: dict[str, Part] = {
     "up": "ffn_up",
@@ -57,7 +57,7 @@ def part_of(name: str, owner: nn.Module) -> Part:
 
     Args:
         name: name of the parameter, such as `layers.0.ffn.experts.down`.
-        owner: the module that holds it.
+        owner: module that holds the parameter.
     """
     words = [word.removesuffix("_bias") for word in name.split(".")]
     if "Norm" in type(owner).__name__:
@@ -82,7 +82,7 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return True for a matrix or a stack of matrices; stacked biases (E, F) are known by their names."""
+    """Return True for a matrix or a stack of matrices, but not for stacked biases (E, F), by their names."""
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
@@ -96,43 +96,43 @@ def num_fused(name: str) -> int:
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a parameter beside those in the base model, from which its learning rate follows."""
+    """Shape of a parameter here and in the base model, which determines its learning rate."""
 
     multiplier: float = 1.0
-    """Factor in front of the parameter, folded into its initial values and its learning rate."""
+    """Factor of the parameter, folded into its initial values and its learning rate."""
 
     shape: tuple[int, int] | None = None
-    """(outputs, inputs) of a matrix; None for a vector and for the rows of a table."""
+    """(outputs, inputs) of a matrix; None for a vector, an embedding and an output matrix."""
 
     base_shape: tuple[int, int] | None = None
     """(outputs, inputs) of the matrix in the base model."""
 
     def growth(self, function: Callable[[int, int], float]) -> float:
-        """Return a function of (outputs, inputs) divided by its value in the base model; 1 for a vector."""
+        """Return function(outputs, inputs) divided by its value in the base model; 1 without a shape."""
         if self.shape is None or self.base_shape is None:
             return 1.0
         return function(*self.shape) / function(*self.base_shape)
 
     @property
     def init(self) -> float:
-        """Factor of the standard initial values, which fall as 1 / sqrt(inputs).
+        """Factor of the standard initial values, which are proportional to 1 / sqrt(inputs).
 
         A matrix gets a standard deviation proportional to min(1, sqrt(outputs / inputs)) / sqrt(inputs) (Yang
-        et al. 2023, arXiv:2310.17813): in a wider model, the logits of a router begin smaller.
+        et al. 2023, arXiv:2310.17813). Router logits therefore start smaller in a wider model.
         """
         return self.multiplier * self.growth(lambda out, into: min(1.0, math.sqrt(out / into)))
 
 
 class ParametrizationConfig(TaggedConfig, frozen=True):
-    """Rule by which initial weights and learning rates follow the sizes of a model."""
+    """Rule that sets initial weights and learning rates from the sizes of a model."""
 
     def unsupported_reason(self, model: DecoderConfig) -> str:
-        """Return the reason why a model cannot follow the rule, with an alternative; empty if it can."""
+        """Return why the rule does not cover a model, with an alternative; empty if it does."""
         return ""
 
     @abstractmethod
     def scales(self, model: DecoderConfig, vocab_size: int, max_seq_len: int) -> dict[str, Scale]:
-        """Return name -> scale of the parameters whose initial values or learning rates change."""
+        """Return name -> scale for each parameter that the rule may change."""
 
 
 class StandardConfig(ParametrizationConfig, frozen=True):
@@ -144,35 +144,35 @@ class StandardConfig(ParametrizationConfig, frozen=True):
         return {}
 
 
-def _nested(value: Any) -> Any:
+def _nest_dotted_keys(value: Any) -> Any:
     return nest_options(value.items()) if isinstance(value, dict) else value
 
 
 class CompletePConfig(ParametrizationConfig, frozen=True):
     """Learning rates and initial weights that transfer from a small model, the base, to a larger one.
 
-    CompleteP (Dey et al. 2025, arXiv:2505.01618) with experts (arXiv:2508.09752, 2601.20205): a matrix with r
-    times the inputs of its counterpart in the base has 1 / r of the learning rate under AdamW. Under Muon,
+    CompleteP (Dey et al. 2025, arXiv:2505.01618) with experts (arXiv:2508.09752, 2601.20205). Under AdamW, a
+    matrix with r times the inputs of its counterpart in the base has 1 / r of the learning rate. Under Muon,
     the spectral norm of its update is proportional to sqrt(outputs / inputs) (arXiv:2310.17813). Each
     sublayer's output is divided by the growth of the depth, the logits by the growth of the width, and
-    attention scores by that of the head width. Weight decay per step stays as it is. A model of the sizes of
-    the base is trained as with `standard`, to the bit.
+    attention scores by the growth of the head width. Weight decay per step does not change. A model with the
+    sizes of the base trains bit for bit as with `standard`.
 
-    The number of experts has no rule: each expert's matrices are scaled by their own widths, while the
-    weights of a token's experts sum to about 1. Keep k / num_experts, or set `renormalize`.
+    The number of experts has no rule: each expert's matrices follow their own widths, and the weights of a
+    token's experts sum to about 1. Keep k / num_experts constant, or set `renormalize`.
     """
 
     type: Literal["completep"] = "completep"
-    base: Annotated[dict[str, Any], BeforeValidator(_nested)] = Field(min_length=1)
+    base: Annotated[dict[str, Any], BeforeValidator(_nest_dotted_keys)] = Field(min_length=1)
     """Sizes of the model for which the learning rate was chosen, as options of `model`: {d_model: 64,
-    num_layers: 4, ffn.num_experts: 8}. Other options are as in this model; name d_ff too if this model
-    does."""
+    num_layers: 4, ffn.num_experts: 8}. Options left out are those of this model; if this model sets d_ff, set
+    it here too."""
 
     def base_model(self, model: DecoderConfig) -> DecoderConfig:
-        """Return the model with the sizes of the base, with the same number of layers.
+        """Return the model with the sizes of the base, except for its number of layers.
 
         Raises:
-            ConfigError: the base is no valid model, or a part of the model has no known rule.
+            ConfigError: the base is not a valid model.
         """
         options = merge(model.to_dict() | {"parametrization": "standard"}, self.base)
         options["num_layers"] = model.num_layers
@@ -186,7 +186,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
         if model.norm_placement != "pre":
             return f"needs norm_placement pre, got {model.norm_placement}; use standard"
         for layer, ffn in enumerate(model.layer_ffns()):
-            if part := next(_unknown(ffn), None):
+            if part := next(_uncovered_options(ffn), None):
                 return f"has no rule for {part} in layer {layer}; use standard"
         try:
             self.base_model(model)
@@ -198,18 +198,17 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
         base = self.base_model(model)
         plain = model.model_copy(update={"parametrization": StandardConfig()})
         sizes = vocab_size, max_seq_len
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # the model's own weights are drawn as without a rule
-            own, small = plain.build_empty(*sizes), base.build_empty(*sizes)
+        # These two models must not advance the generator that draws the model's own weights.
+        with torch.random.fork_rng(devices=[]):
+            large, small = plain.build_empty(*sizes), base.build_empty(*sizes)
         shapes = {name: parameter.shape for name, parameter in small.named_parameters()}
-        parameters = dict(own.named_parameters())
+        parameters = dict(large.named_parameters())
         if parameters.keys() != shapes.keys():
             raise ConfigError(
-                "model.parametrization.base: must change sizes alone, but its model has other parameters "
-                f"({', '.join(sorted(parameters.keys() ^ shapes.keys())[:2])}); leave types as they are"
+                "model.parametrization.base: must change only sizes, but its model has other parameters "
+                f"({', '.join(sorted(parameters.keys() ^ shapes.keys())[:2])}); list only sizes"
             )
-        parts, multipliers = parts_of(own), dict(self._multipliers(model, base))
+        parts, multipliers = parts_of(large), dict(self._multipliers(model, base))
         scales: dict[str, Scale] = {}
         for name, parameter in parameters.items():
             module = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias")
@@ -226,9 +225,9 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
     def _multipliers(
         self, model: DecoderConfig, base: DecoderConfig
     ) -> Iterator[tuple[str, float]]:
-        """Yield (module or parameter, the factor in front of it); those of a layer begin with its part."""
+        """Yield (module or parameter, its factor); names in a layer leave out `layers.N.`."""
         width = model.d_model / base.d_model
-        # Scaled embeddings are multiplied by sqrt(d_model); their own values undo its growth.
+        # scale_embeddings multiplies by sqrt(d_model); smaller embeddings undo the growth of that factor.
         embedding = width**-0.5 if model.scale_embeddings else 1.0
         yield "embedding", embedding
         yield "mask_embedding", embedding
@@ -242,9 +241,8 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
             yield module, 1 / self.depth(model)
         attention = model.attention
         query = "attention.query_norm" if attention.norm_qk else "attention.query"
-        if (
-            attention.latent is not None
-        ):  # with a latent vector of queries, a matrix and a norm come before
+        if attention.latent is not None:
+            # With query_rank, a matrix and a norm come before the matrix that makes the queries.
             query = f"attention.query.{0 if attention.latent.query_rank is None else 2}"
         yield (
             query,
@@ -253,11 +251,11 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
 
 
 def _within_layer(module: str) -> str:
-    """Return `ffn.experts.down` for `layers.3.ffn.experts.down`; an empty text outside the layers."""
+    """Return `ffn.experts.down` for `layers.3.ffn.experts.down`; an empty string outside the layers."""
     return module.split(".", 2)[-1] if module.startswith(LAYERS) else ""
 
 
-def _unknown(ffn: FFNConfig) -> Iterator[str]:
+def _uncovered_options(ffn: FFNConfig) -> Iterator[str]:
     """Yield the options of a block that no rule covers."""
     if isinstance(ffn, HiddenWidthConfig | IdentityConfig) and not isinstance(ffn, ConvConfig):
         return
@@ -271,4 +269,4 @@ def _unknown(ffn: FFNConfig) -> Iterator[str]:
     if ffn.zero_computation.total:
         yield "zero_computation"
     if ffn.shared_expert is not None:
-        yield from (f"shared_expert.{part}" for part in _unknown(ffn.shared_expert))
+        yield from (f"shared_expert.{part}" for part in _uncovered_options(ffn.shared_expert))

@@ -49,10 +49,10 @@ class PositionsConfig(TaggedConfig, frozen=True):
 
 
 class RotaryScalingConfig(TaggedConfig, frozen=True):
-    """Lower frequencies of rotary positions, for sequences longer than those of an earlier training."""
+    """Lower frequencies of rotary positions, for longer sequences than in an earlier training."""
 
     factor: float = Field(ge=1)
-    """Longest sequence divided by the longest of the earlier training."""
+    """Maximum sequence length divided by that of the earlier training."""
 
     @property
     def magnitude(self) -> float:
@@ -69,7 +69,7 @@ class RotaryScalingConfig(TaggedConfig, frozen=True):
         """Return the share of each frequency, 0 to 1, that is not divided by `factor`."""
 
     def scale(self, frequencies_F: Tensor, base: float) -> Tensor:
-        """Return the scaled frequencies; `base` is that of the wavelengths."""
+        """Return the scaled frequencies; `base` is the base of the wavelengths, such as 10,000."""
         kept_F = self.kept(frequencies_F, base)
         return frequencies_F * (kept_F + (1 - kept_F) / self.factor)
 
@@ -106,7 +106,7 @@ class Llama3ScalingConfig(OriginalLengthConfig, frozen=True):
     low_freq_factor: float = Field(default=1.0, gt=0)
     """Frequencies with at most this many turns in `original_seq_len` tokens are divided by `factor`."""
     high_freq_factor: float = Field(default=4.0, gt=0)
-    """Frequencies with at least this many turns are kept; those between are divided by less."""
+    """Frequencies with at least this many turns are kept; frequencies in between are divided by less."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Llama3ScalingConfig:
@@ -133,7 +133,8 @@ class YarnConfig(OriginalLengthConfig, frozen=True):
     beta_fast: float = Field(default=32.0, gt=0)
     """Frequencies with at least this many turns in `original_seq_len` tokens are kept."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """Frequencies with at most this many turns are divided by `factor`; those between by less."""
+    """Frequencies with at most this many turns are divided by `factor`; frequencies in between by
+    less."""
     truncate: bool = True
     """Round the two boundaries outwards to whole frequencies."""
     attention_factor: float | None = Field(default=None, gt=0)

@@ -225,7 +225,7 @@ def expert_tokens(routed: RoutedText, layer: str, num_contexts: int = 3) -> list
         def top_token(
             token_id: int, positions: np.ndarray = positions, counts: np.ndarray = counts_V
         ) -> TopToken:
-            examples = _spread(positions[routed.ids_T[positions] == token_id], num_contexts)
+            examples = _evenly_spaced(positions[routed.ids_T[positions] == token_id], num_contexts)
             share = float(counts[token_id] / len(positions))
             return TopToken(
                 visible(routed.vocabulary[token_id]),
@@ -252,7 +252,7 @@ def expert_tokens(routed: RoutedText, layer: str, num_contexts: int = 3) -> list
     return found
 
 
-def _spread(items: np.ndarray, max_items: int) -> np.ndarray:
+def _evenly_spaced(items: np.ndarray, max_items: int) -> np.ndarray:
     count = min(max_items, len(items))
     return items[(2 * np.arange(count) + 1) * len(items) // max(2 * count, 1)]
 

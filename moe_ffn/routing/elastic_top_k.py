@@ -30,7 +30,7 @@ class ElasticTopKRouterConfig(TopKOptionsConfig, frozen=True):
     """Experts per token in evaluation."""
     k_min: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Minimum of the experts per token in training. With `renormalize`, a step with k = 1 trains the router
-    by balancing losses alone, because the weight is a constant 1."""
+    only by balancing losses, because the weight is a constant 1."""
     k_max: int = Field(default=3, ge=1, le=MAX_COUNT)
     """Maximum of the experts per token in training."""
 

@@ -91,7 +91,7 @@ class TrainConfig(Config, frozen=True):
     def _solve_widths(self) -> TrainConfig:
         model, matches = self.model.with_solved_widths(self.data.seq_len, "model.")
         if matches:  # otherwise keep the `matches` of an earlier validation
-            # The config is frozen. `matches` is no field, so files and == leave it out.
+            # The config is frozen. `matches` is not a field, so files and == leave it out.
             object.__setattr__(self, "model", model)
             object.__setattr__(self, "matches", matches)
         return self

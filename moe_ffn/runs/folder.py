@@ -88,7 +88,7 @@ def check_run_folder(config: TrainConfig) -> None:
 def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
     """Make the folder of a new run, named by `run.name` or by the FFN type and the time, and write `files`.
 
-    The folder appears atomically; a process that dies earlier leaves only a hidden folder, which is no run.
+    The folder appears atomically; a process that dies earlier leaves only a hidden folder.
 
     Raises:
         ConfigError: the name is taken, or the folder cannot be written.
@@ -191,7 +191,7 @@ def check_is_run(folder: Path) -> None:
     hint = model_folder_hint(folder) or "give the folder of a run, such as runs/my-run"
     if runs:
         hint = f"it holds runs; give one of them, such as {folder / runs[0]}"
-    raise ConfigError(f"'{folder}' is no run: it has no {CONFIG_FILE}; {hint}")
+    raise ConfigError(f"'{folder}' is not a run: it has no {CONFIG_FILE}; {hint}")
 
 
 def model_folder_hint(folder: Path) -> str:
@@ -274,10 +274,10 @@ def locked(folder: Path) -> Iterator[None]:
     """
     with ExitStack() as stack:
         with suppress(OSError):
-            _hold(stack.enter_context(_opened(folder)), folder)
+            _take_lock(stack.enter_context(_opened(folder)), folder)
         with suppress(OSError):  # the lock file cannot be written
             file = stack.enter_context(open_file(folder / LOCK_FILE, "ab")).fileno()
-            _hold(file, folder)
+            _take_lock(file, folder)
             os.truncate(file, 0)
             os.write(file, platform.node().encode())
         yield
@@ -286,10 +286,10 @@ def locked(folder: Path) -> Iterator[None]:
 def is_training(folder: Path) -> bool | None:
     """Return True if a process is training this run; None if this machine cannot tell."""
     with suppress(OSError), _opened(folder) as descriptor:
-        if _is_held(descriptor):
+        if _is_locked(descriptor):
             return True
     with suppress(OSError), open_file(folder / LOCK_FILE) as file:
-        if _is_held(file.fileno()):
+        if _is_locked(file.fileno()):
             return True
         if fcntl is not None and file.read() == platform.node().encode():
             return False
@@ -305,7 +305,7 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _hold(descriptor: int, folder: Path) -> None:
+def _take_lock(descriptor: int, folder: Path) -> None:
     """Take a lock; ConfigError if another process holds it, OSError if the file system has no locks."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while fcntl is not None:
@@ -320,7 +320,7 @@ def _hold(descriptor: int, folder: Path) -> None:
             time.sleep(0.05)
 
 
-def _is_held(descriptor: int) -> bool:
+def _is_locked(descriptor: int) -> bool:
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

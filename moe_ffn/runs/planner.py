@@ -219,8 +219,10 @@ def activations_of(
 
 
 _LOGITS_OF_DISTILLATION = 4
-"""Tensors in float32 of the size of the logits that `distillation_loss` adds to the peak of a step: it has
-six, with the teacher's logits, and the gradient of the cross-entropy, which comes later, has two."""
+"""Number of float32 tensors of the size of the logits that `distillation_loss` adds to the peak of a step.
+
+It holds six, including the teacher's logits; at the peak without it, the gradient of the cross-entropy
+holds two."""
 
 
 def _saved_bytes(

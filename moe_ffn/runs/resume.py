@@ -105,7 +105,7 @@ def problem_of_weights(
     """
     weights, identity = values.get("state_dict"), values.get(IDENTITY)
     if not isinstance(weights, Mapping) or not isinstance(identity, Mapping):
-        return "is no checkpoint of a run"
+        return "is not a checkpoint of a run"
     compared = {key: identity.get(key) for key in expected}
     if isinstance(compared["data"], Mapping):
         compared["data"] = {key: compared["data"].get(key) for key in expected["data"]}
@@ -248,13 +248,15 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
     try:
         remove_unfinished(folder)
         rename_skipped(folder / CHECKPOINTS_FOLDER, start.step)
-        _cut(
+        _remove_lines(
             folder / METRICS_FILE,
             Row,
             lambda row: row.step <= (start.validated_step if row.is_validation else start.step),
         )
-        _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= start.validated_step)
-        _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)
+        _remove_lines(
+            folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= start.validated_step
+        )
+        _remove_lines(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         write_atomically(
             folder / RESUMES_FILE, f"{_text(folder / RESUMES_FILE)}{json.dumps(line)}\n"
@@ -267,7 +269,7 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
         ) from error
 
 
-def _cut(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
+def _remove_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
     """Remove the lines of a log for which `is_kept` is false; remove damaged lines with a warning."""
     if count := num_damaged(path, kind):
         log.warning("'%s' is damaged: %d of its lines cannot be read and are removed", path, count)

@@ -1,7 +1,7 @@
-"""Sizes of activations, and of their changes in the first steps of training, over the sizes of a model.
+"""The coordinate check of Yang et al. 2022 (arXiv:2203.03466, appendix D.1).
 
-If both stay as they are while the model grows, the best learning rate does too: the coordinate check of
-Yang et al. 2022 (arXiv:2203.03466, appendix D.1).
+It measures activations, and their changes in the first steps of training, at several sizes of a model. If
+both stay the same while the model grows, so does the best learning rate.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.timing import Training
 
 ROWS = ("embeddings", "attention", "router logits", "feed-forward", "residual stream", "logits")
-"""Activations that are measured, in the order of the forward pass."""
+"""Measured activations, in the order of the forward pass."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Root mean squares of the activations of a model in several sizes, over layers, tokens and units."""
+    """Root mean squares of a model's activations, over layers, tokens and units, at several sizes."""
 
     option: str
-    """The option that sets the size, such as `model.d_model`."""
+    """Option that sets the size, such as `model.d_model`."""
 
     sizes: tuple[float, ...]
-    """Its values."""
+    """Values of the option."""
 
     activations: Mapping[str, tuple[float, ...]]
-    """Row -> root mean square before training, for each size; rows without such an activation are absent."""
+    """Row -> root mean square before training, for each size; rows that the model lacks are absent."""
 
     updates: Mapping[str, tuple[float, ...]]
-    """Row -> root mean square of the change in the steps, for each size."""
+    """Row -> root mean square of the change during the steps, for each size."""
 
     def slope(self, values: Sequence[float]) -> float:
-        """Return the exponent a of values proportional to size^a, by least squares of the logarithms."""
+        """Return the exponent a of values proportional to size^a, by least squares on the logarithms."""
         if not all(map(math.isfinite, values)) or min(values) <= 0:
             return math.nan
         return float(np.polyfit(np.log(self.sizes), np.log(values), 1)[0])
@@ -54,16 +54,15 @@ class Coordinates:
 def measure_coordinates(
     config: TrainConfig, option: str, values: Sequence[Any], num_steps: int
 ) -> Coordinates:
-    """Train a model in several sizes for a few steps at the full learning rate, and measure each.
+    """Train a model at several sizes for a few steps at the peak learning rate, and measure its activations.
 
-    All sizes have the seed of `config` and read the same batches. Their activations are measured on the
-    first batch.
+    All sizes use the seed of `config` and the same batches. Activations are measured on the first batch.
 
     Args:
-        option: dotted option of a training run, whose values are numbers.
+        option: dotted option of a training run that takes numbers, such as `model.d_model`.
 
     Raises:
-        ConfigError: a value is wrong, or the corpus cannot be used.
+        ConfigError: a value is not valid for the option, or the corpus cannot be used.
     """
     constant = {"type": "constant", "warmup_steps": 0}
     options = merge(config.to_dict(), {"optimizer": {"schedule": constant}})
@@ -99,7 +98,7 @@ def _measure(
 
 @torch.no_grad()
 def _activations(model: Decoder, inputs: Tensor) -> dict[str, list[Tensor]]:
-    """Return row -> the activations of all modules of that row, in evaluation."""
+    """Return row -> activations of all modules of that row, in evaluation mode."""
     found: dict[str, list[Tensor]] = {}
 
     def keep(row: str, activation: Any) -> None:
@@ -125,7 +124,7 @@ def _activations(model: Decoder, inputs: Tensor) -> dict[str, list[Tensor]]:
 
 
 def _measured_modules(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    yield "embeddings", model.dropout  # after their factor
+    yield "embeddings", model.dropout  # comes after the factor of scale_embeddings
     for module in model.modules():
         if isinstance(module, SelfAttention | LatentAttention):
             yield "attention", module

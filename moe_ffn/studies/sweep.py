@@ -257,10 +257,13 @@ def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[
     if is_begun:
         return [*command, "--resume", str(run.folder), *([FLAG] if trust_code else [])]
     options = run.config.to_dict()
-    return [*command, *(word for key in options for word in (f"--{key}", _flow(options[key])))]
+    return [
+        *command,
+        *(word for key in options for word in (f"--{key}", _yaml_compatible_json(options[key]))),
+    ]
 
 
-def _flow(value: Any) -> str:
+def _yaml_compatible_json(value: Any) -> str:
     """Format a value as JSON that is also YAML, which rejects escaped surrogates."""
     return re.sub(
         r"\\u(d[89ab]..)\\u(d[c-f]..)",

@@ -139,7 +139,7 @@ class AlarmsConfig(Config, frozen=True):
     dropped_fraction: float = Field(default=0.2, ge=0, lt=1)
     """Largest fraction of dropped (token, expert) pairs that raises no alarm."""
     loss_spike: float = Field(default=1.3, gt=1)
-    """Largest ratio of a row's loss to the median of the ten rows before it that is no spike."""
+    """Ratio of a row's loss to the median of the ten rows before it, above which it is a spike."""
 
     def max_violation(self, num_experts: int, experts_per_token: float) -> float:
         """Return the MaxVio above which a router has collapsed.

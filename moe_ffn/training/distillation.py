@@ -1,6 +1,8 @@
-"""Distillation: a trained model, the teacher, whose predictions a run learns beside the text.
+"""Distillation: a run learns from its text and from the predictions of a trained model, the teacher.
 
-B batch, S sequence, V vocabulary, P positions of a text, N likeliest tokens, T tokens of a batch
+The predictions come from the teacher itself, or from a file of its likeliest next tokens: its stored answers.
+
+B batch, S sequence, V vocabulary, N likeliest tokens, T tokens
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.files import kind_of
 
 ANSWERS_SUFFIX = ".safetensors"
-"""End of the name of a file of stored answers; other teachers are folders."""
+"""Suffix of a file of stored answers; a teacher without it is a folder."""
 
 
 class DistillConfig(Config, frozen=True):
-    """A teacher, and the share of its predictions in the objective (Hinton et al. 2015, arXiv:1503.02531).
+    """A teacher and the weight of its predictions in the objective (Hinton et al. 2015, arXiv:1503.02531).
 
     The objective becomes (1 - weight) * cross-entropy + weight * distillation loss + balancing losses.
     """
 
     teacher: str = Field(min_length=1)
-    """Folder of a model or a run with the same tokenizer, of any architecture; or a file of its stored
-    answers (`moe-ffn evaluate --store-answers`)."""
+    """Folder of a model or a run of any architecture with the same tokenizer, or a file of its likeliest next
+    tokens (`moe-ffn evaluate --store-answers`)."""
     weight: float = Field(default=0.5, gt=0, le=1)
-    """Share of the distillation loss; 1 leaves the text's own next tokens out."""
+    """Weight of the distillation loss, from 0 to 1; 1 ignores the next tokens of the text."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Divisor of the logits of teacher and student; above 1, unlikely tokens count for more."""
+    """Divisor of the logits of teacher and student; above 1, unlikely tokens count more."""
 
 
 def distillation_loss(
@@ -51,11 +53,12 @@ def distillation_loss(
 ) -> Tensor:
     """Return temperature^2 * KL(teacher || student) in nats per predicted token, in float32 or wider.
 
-    The square keeps the size of the gradient when the temperature changes (Hinton et al. 2015, section 2).
+    The factor temperature^2 keeps the size of the gradient when the temperature changes (Hinton et al. 2015,
+    section 2).
 
     Args:
         teacher_logits_BSV: logits of the teacher, which get no gradient.
-        is_predicted_BS: true at the positions whose next token counts.
+        is_predicted_BS: true at positions whose next token is in the loss.
     """
     dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
 
@@ -71,18 +74,18 @@ def distillation_loss(
 
 @dataclass(frozen=True)
 class Answers:
-    """A teacher's likeliest next tokens at some positions (...), and the probability of all others."""
+    """A teacher's N likeliest next tokens at some positions (...), and the probability of all others."""
 
     token_ids: Tensor
     """(..., N) int32."""
     log_probs: Tensor
     """(..., N)"""
     log_rest: Tensor
-    """(...), logarithm of the sum of the other probabilities; -inf for N = V."""
+    """(...), logarithm of the total probability of all other tokens; -inf for N = V."""
 
     @classmethod
     def of(cls, logits_TV: Tensor, top: int) -> Answers:
-        """Return the `top` likeliest tokens of each row."""
+        """Return the `top` likeliest tokens of each row of logits."""
         log_probs_TV = logits_TV.float().log_softmax(-1)
         log_probs_TN, token_ids_TN = log_probs_TV.topk(top)
         log_rest_T = log_probs_TV.scatter(-1, token_ids_TN, -torch.inf).logsumexp(-1)
@@ -94,11 +97,12 @@ def stored_distillation_loss(
 ) -> Tensor:
     """Return KL(teacher || student) over the N stored tokens and one bin for all others, in nats per token.
 
-    sum_i p_i (log p_i - log q_i) + p_rest (log p_rest - log q_rest), with q_rest the sum of the student's
-    other probabilities. It is at most the divergence over the vocabulary, and equal to it for N = V.
+    sum_i p_i (log p_i - log q_i) + p_rest (log p_rest - log q_rest), where q_rest is the student's
+    probability of all other tokens. It is at most the divergence over the whole vocabulary, and equal to it
+    for N = V.
 
     Args:
-        is_predicted_BS: true at the positions whose next token counts.
+        is_predicted_BS: true at positions whose next token is in the loss.
     """
     dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
     log_q_TV = logits_BSV[is_predicted_BS].to(dtype).log_softmax(-1)
@@ -113,7 +117,7 @@ def stored_distillation_loss(
 
 
 def digests_of(tokenizer: Tokenizer, tokens: Any) -> dict[str, str]:
-    """Return sha256 digests of a tokenizer and of the token ids of a text, for `write_answers`."""
+    """Return sha256 digests of a tokenizer and of a text's token ids, which `write_answers` stores."""
     digest = hashlib.sha256()
     for first in range(0, len(tokens), 1 << 20):
         digest.update(np.ascontiguousarray(tokens[first : first + (1 << 20)], "<u4").data)
@@ -124,11 +128,11 @@ def digests_of(tokenizer: Tokenizer, tokens: Any) -> dict[str, str]:
 def write_answers(
     path: Path, num_positions: int, top: int, about: Mapping[str, str], parts: Iterable[Answers]
 ) -> None:
-    """Write a safetensors file part by part, in little memory; it appears atomically.
+    """Write answers to a safetensors file, part by part to save memory. The file appears when it is complete.
 
     Args:
-        about: strings to store in its header, with those of `digests_of`.
-        parts: answers at consecutive positions, (T, N), in order; `num_positions` in total.
+        about: strings for the file's header, among them `digests_of`.
+        parts: answers (T, N) at consecutive positions, in order; `num_positions` in total.
     """
     kinds = {"token_ids": ("I32", [top]), "log_probs": ("F32", [top]), "log_rest": ("F32", [])}
     header: dict[str, Any] = {"__metadata__": dict(about)}
@@ -153,7 +157,7 @@ def write_answers(
 
 
 class StoredAnswers:
-    """Answers of a teacher at each position of a training split, read from a file when they are needed."""
+    """A memory-mapped file with the answers of a teacher at each position of a training split."""
 
     def __init__(self, path: Path, option: str) -> None:
         """Open a file.
@@ -162,7 +166,7 @@ class StoredAnswers:
             option: option that names the file, for messages.
 
         Raises:
-            ConfigError: it is not a file of stored answers.
+            ConfigError: the file holds no stored answers.
         """
         self.path, self.option = path, option
         make = "write one with moe-ffn evaluate RUN --store-answers FILE"
@@ -189,25 +193,25 @@ class StoredAnswers:
 
     @property
     def sha256(self) -> str:
-        """Digest of all that determines the answers."""
+        """Digest of everything that determines the answers: teacher, text, tokenizer and options."""
         return hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
 
     def require_text(self, tokenizer: Tokenizer, tokens: Any) -> None:
-        """Raise ConfigError unless the answers are those at the positions of this text."""
+        """Raise ConfigError unless the answers were stored for this text and tokenizer."""
         now = digests_of(tokenizer, tokens)
         for key, what in {
-            "tokenizer": "tokens of another tokenizer than data.tokenizer",
-            "tokens": f"those to another training split of {self.num_positions + 1:,} tokens; this run has "
+            "tokenizer": "with another tokenizer than data.tokenizer",
+            "tokens": f"for another training split of {self.num_positions + 1:,} tokens; this run has "
             f"{len(tokens):,}",
         }.items():
             if (stored := self.about.get(key, "none")) != now[key]:
                 raise ConfigError(
-                    f"{self.option}: the answers in '{self.path}' are {what} (sha256 {stored[:12]}, not "
-                    f"{now[key][:12]}); store them again with the options --data.* of this run"
+                    f"{self.option}: the answers in '{self.path}' were stored {what} (sha256 {stored[:12]}, "
+                    f"not {now[key][:12]}); store them again with the --data options of this run"
                 )
 
     def at(self, starts_B: Tensor, seq_len: int) -> Answers:
-        """Return the answers of windows that begin at these tokens, (B, S, N), on their device."""
+        """Return the answers (B, S, N) for windows of `seq_len` tokens, on the device of `starts_B`."""
         windows = starts_B.cpu().numpy()[:, None] + np.arange(seq_len)
         return Answers(
             *(torch.from_numpy(rows[windows]).to(starts_B.device) for rows in self._rows)

@@ -95,7 +95,7 @@ def strided_batches(
 def top_answers(
     decoder: Decoder, batches: Iterable[Batch], top: int, precision: str
 ) -> Iterator[Answers]:
-    """Yield the `top` likeliest next tokens at each position with a target, for `write_answers`."""
+    """Yield the `top` likeliest next tokens at each position whose next token is a target."""
     device = decoder.embedding.weight.device
     for batch in batches:
         with autocast_of(precision, device):

@@ -55,7 +55,7 @@ class LoadedBatch(TypedDict):
     input_ids: Tensor
     target_ids: Tensor
     starts: NotRequired[Tensor]
-    """(B,), index of each sequence's first token in its split; for stored answers of a teacher."""
+    """(B,), index of each sequence's first token in its split; it finds the stored answers of a teacher."""
 
 
 class RoutedOutput(TypedDict):
@@ -172,7 +172,7 @@ class LanguageModel(LightningModule):
         """Set the teacher of `objective.distill`.
 
         Args:
-            teacher: its answers to the training split, or a decoder in evaluation mode, whole on each rank.
+            teacher: a decoder in evaluation mode, whole on each rank, or its stored answers.
         """
         if isinstance(teacher, StoredAnswers):
             self._answers = teacher

@@ -52,11 +52,11 @@ SHOWN_AS_MASK, SHOWN_AS_IS = 0.8, 0.1
 
 
 class CouplingConfig(Config, frozen=True):
-    """Loss that makes each row of a router stand for its expert: expert-router coupling, ERC.
+    """Loss that couples each row of a router with its expert (expert-router coupling, ERC).
 
-    Lv et al. 2025 (arXiv:2512.23447), equation 3: each row, times noise, is a proxy token that must excite
-    its own expert most; see `coupling_loss`. The loss depends on weights alone. Its gradient is therefore
-    added once per optimizer step, whatever accumulation and ranks, at a cost of 2 E^2 F D FLOPs per layer.
+    Lv et al. 2025 (arXiv:2512.23447), equation 3: each row, times noise, is a proxy token to which
+    its own expert must respond most; see `coupling_loss`. The loss depends only on weights, so its gradient
+    is added once per optimizer step, at a cost of 2 E^2 F D FLOPs per layer.
     """
 
     weight: float = Field(default=1.0, gt=0)
@@ -65,7 +65,7 @@ class CouplingConfig(Config, frozen=True):
     """An expert's response to other proxy tokens may reach this fraction of the response to its own; smaller
     values make experts more specialised. The best was 1 for 64 experts and 0.5 for 256."""
     noise: bool = True
-    """Multiply the rows by noise, so that they stand for the tokens around them."""
+    """Multiply the rows by noise, so that they represent the tokens around them."""
 
     def unsupported_reason(self, infos: Mapping[str, RouterInfo]) -> str:
         """Return the reason why a model cannot have the loss, with an alternative; empty if it can.
@@ -109,7 +109,7 @@ class ObjectiveConfig(BalancingWeights, frozen=True):
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
     """Fraction of the tokens to predict if `model.causal` is false."""
     distill: DistillConfig | None = None
-    """Teacher whose predictions the model learns beside the text; null: no teacher."""
+    """Teacher whose predictions the model learns in addition to the text; null: no teacher."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Objective:
 
     @property
     def other_terms(self) -> dict[str, Tensor]:
-        """Terms beside the cross-entropy by name, unweighted."""
+        """Terms in addition to the cross-entropy, by name, unweighted."""
         terms = {} if self.distillation is None else {"distillation": self.distillation}
         return terms | self.balancing
 
@@ -172,7 +172,7 @@ def objective(
         sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; None for the initial weight.
         step_totals: counts over the optimizer step; None if this batch is the whole step.
         teacher_logits_BSV: logits of the teacher of `weights.distill`, if there is one.
-        answers: stored answers of the teacher, (B, S), in the place of its logits.
+        answers: stored answers of the teacher, (B, S), instead of its logits.
     """
     cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
     if sparsity_weight is None:

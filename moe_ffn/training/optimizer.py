@@ -1,8 +1,8 @@
 """Optimizers and their options, which a resumed run may change.
 
-Options are named as in `torch.optim`, except `learning_rate` for `lr`; some are left out or have other
-defaults. Muon is our own, since `torch.optim.Muon` takes only two-dimensional parameters. Here one parameter
-holds the matrices of all experts, with the gate matrix above the up matrix; each is orthogonalised by itself.
+Options have the names of `torch.optim`, except `learning_rate` for `lr`; some are left out or have other
+defaults. `torch.optim.Muon` takes only two-dimensional parameters, but here one parameter holds the matrices
+of all experts, with the gate matrix above the up matrix. Our Muon orthogonalises each matrix separately.
 
 M matrices, O rows (out), I columns (in)
 """
@@ -28,7 +28,7 @@ from moe_ffn.model.parametrization import LAYERS, Part, Scale, is_matrix, num_fu
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
 MAX_RATE = 1e9
-"""Largest learning rate; it still fits float32 after multiplication by a schedule or scale."""
+"""Largest learning rate, which fits float32 even after multiplication by a schedule or a scale."""
 
 Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
 _FullRate = Annotated[Rate, Field(description="Peak learning rate, at the end of the warm-up.")]
@@ -49,9 +49,10 @@ class GroupConfig(Config, frozen=True):
     """Options of one part of a model."""
 
     learning_rate_factor: float = Field(default=1.0, gt=0, le=MAX_RATE)
-    """Factor of the learning rate, beside the factor of `model.parametrization`."""
+    """Factor of the learning rate, multiplied by that of `model.parametrization`."""
     weight_decay: float | None = Field(default=None, ge=0)
-    """Weight decay of all parameters of the part, norms and biases included; null: as the others."""
+    """Weight decay of all parameters of the part, including norms and biases; null:
+    `optimizer.weight_decay` for matrices, none for norms, biases and embeddings."""
 
 
 class OptimizerConfig(TaggedConfig, frozen=True):
@@ -71,9 +72,9 @@ class OptimizerConfig(TaggedConfig, frozen=True):
     """True if the optimizer can update weights that are sharded over ranks."""
 
     def rate_factor(self, scale: Scale, group: Mapping[str, Any]) -> float | None:
-        """Return the factor of the learning rate of a parameter of `group` under a parametrization.
+        """Return the factor by which a parametrization scales the learning rate of a parameter in `group`.
 
-        None if the optimizer has no rule; then `model.parametrization` has to be standard.
+        None means that the optimizer has no rule; `model.parametrization` must then be `standard`.
         """
         return None
 
@@ -94,7 +95,7 @@ class OptimizerConfig(TaggedConfig, frozen=True):
 
 
 class GroupedConfig(OptimizerConfig, frozen=True):
-    """An optimizer with options for the parts of a model; its `build` calls `refined_groups`."""
+    """An optimizer with options for parts of a model; its `build` passes its groups to `refined_groups`."""
 
     groups: dict[Part, GroupConfig] = Field(default={})
     """Options of parts of the model: {router: {learning_rate_factor: 0.1}, ffn_down: {weight_decay: 0}}. The
@@ -235,7 +236,7 @@ class MuonConfig(GroupedConfig, frozen=True):
     def rate_factor(self, scale: Scale, group: Mapping[str, Any]) -> float:
         if "num_fused" not in group:
             return _adamw_factor(scale)
-        # The update's singular values are 1 times the factor of `adjust_lr_fn`; they should be
+        # All singular values of the update equal the factor of `adjust_lr_fn`. They should be
         # proportional to sqrt(out / in) (Yang et al. 2023, arXiv:2310.17813, condition 1).
         adjustment = partial(_adjustment, self.adjust_lr_fn)
         return scale.multiplier * scale.growth(
@@ -244,9 +245,9 @@ class MuonConfig(GroupedConfig, frozen=True):
 
 
 def _adamw_factor(scale: Scale) -> float:
-    """Return the factor of AdamW, whose update does not depend on the size of the gradient.
+    """Return the factor of the learning rate under AdamW, whose updates ignore the gradient's size.
 
-    All inputs of a matrix push its output the same way, so r times the inputs take 1 / r of the learning
+    The changes that all inputs make to an output add up, so r times the inputs need 1 / r of the learning
     rate (Yang et al. 2022, arXiv:2203.03466, table 3).
     """
     return scale.multiplier / scale.growth(lambda out, into: into)
@@ -260,7 +261,7 @@ def _adjustment(adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR:
-    """Return the learning rate schedule, which depends only on the step, so resuming needs no other state."""
+    """Return the learning rate schedule, which depends only on the step and therefore resumes exactly."""
     return LambdaLR(optimizer, lambda step: config.schedule.multiplier(step, max_steps))
 
 
@@ -295,11 +296,11 @@ def refined_groups(
 ) -> list[dict[str, Any]]:
     """Split parameter groups by `config.groups` and by the learning rates of the model's parametrization.
 
-    A parametrization leaves the weight decay per step, learning rate times weight decay, as it is. Groups
-    with a factor keep it as `lr_factor`.
+    A parametrization does not change the weight decay per step, which is learning rate times weight decay.
+    A group whose learning rate is scaled stores the factor as `lr_factor`.
 
     Args:
-        groups: `params`, `weight_decay`, and `lr` unless it is `config.learning_rate`.
+        groups: dictionaries with `params` and `weight_decay`; `lr` is `config.learning_rate` if absent.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     scales: Mapping[str, Scale] = getattr(model, "scales", {})
@@ -328,7 +329,7 @@ def split_by_decay(
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return the parameters with and without weight decay, by name; a tied parameter appears once.
 
-    An embedding is a matrix too, so its module identifies it. Stacked biases (E, F) are identified by name.
+    Embeddings are identified by their module, stacked biases (E, F) by their name.
     """
     embeddings = {
         id(parameter)
@@ -380,7 +381,7 @@ class Muon(optim.AdamW):
         state, momentum = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        # Each rank updates its part of a sharded parameter.
+        # Each rank updates its own shard.
         local, update = on_this_rank(parameter), on_this_rank(gradient)
         buffer = on_this_rank(state["momentum_buffer"]).lerp_(update, 1 - momentum)
         update = update.lerp(buffer, momentum) if group["nesterov"] else buffer
@@ -388,7 +389,8 @@ class Muon(optim.AdamW):
         orthogonalise = partial(_orthogonal, num_fused=num_fused, num_steps=group["ns_steps"])
         if local is parameter:
             orthogonal = orthogonalise(update)
-        else:  # here, since the import takes half a second
+        else:
+            # Imported here, since the import takes half a second.
             from moe_ffn.training.parallel.sharding import on_whole_matrices
 
             orthogonal = on_whole_matrices(orthogonalise, update, parameter)
@@ -399,7 +401,7 @@ class Muon(optim.AdamW):
 
 
 def _orthogonal(update: Tensor, num_fused: int, num_steps: int) -> Tensor:
-    """Orthogonalise each matrix of a parameter's update."""
+    """Orthogonalise each matrix in the update of a parameter."""
     matrices_MOI = rearrange(update, "... (m o) i -> (... m) o i", m=num_fused)
     return orthogonalize(matrices_MOI, num_steps).reshape(update.shape)
 
@@ -408,7 +410,7 @@ def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:
     """Bring the singular values of each matrix near 1; return bfloat16 (M, O, I). A zero matrix stays zero.
 
     This is the quintic Newton-Schulz iteration of `torch.optim.Muon` for a batch of matrices. A CPU that only
-    emulates bfloat16 computes the products in float32 and rounds them: equal but for rounding.
+    emulates bfloat16 computes the products in float32 and rounds them, so results differ by rounding only.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices_MOI.shape[-2] > matrices_MOI.shape[-1]

@@ -22,9 +22,9 @@ class WeightSlice:
     part: Callable[[Tensor], Tensor] = lambda ours: ours
     """Returns the view of our tensor that this tensor fills; both have the same shape."""
     order: tuple[int, Tensor] | None = None
-    """(dimension, indices): for each row or column of ours, its index in theirs."""
+    """(dimension, indices): for each row or column of our tensor, its index in theirs."""
     rows: slice | None = None
-    """Rows of theirs to read, if other rows belong to another tensor of ours; for reading only."""
+    """Rows of their tensor to read, if its other rows belong to another of our tensors; for reading only."""
     added: float = 0.0
     """Constant to add to theirs to get ours; for reading only."""
 
@@ -40,8 +40,8 @@ class WeightSlice:
 
 
 TensorLayout = Callable[[str, torch.Size, HFConfig], list[list[WeightSlice]]]
-"""(prefix of their names, shape of ours, their options) -> the forms in which files may store our tensor,
-each a list of slices. An export writes the first form."""
+"""Function (prefix of their names, shape of our tensor, their options) -> alternative forms of our tensor in
+files, each a list of slices. An export writes the first form."""
 
 
 def named(*names: str) -> TensorLayout:

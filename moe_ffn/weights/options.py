@@ -61,12 +61,12 @@ class HFConfig:
 
 @dataclass(frozen=True)
 class OptionMapping:
-    """A group of options that can be read and written."""
+    """Translation of a group of options between `config.json` of transformers and our config."""
 
     read: Callable[[HFConfig], Options]
     """Returns our options for a `config.json`; raises ConfigError for an option that we do not support."""
     write: Callable[[Options], Mapping[str, Any]] = lambda options: {}
-    """Returns the options of a `config.json` for ours, which an export reads back and compares."""
+    """Returns the options of a `config.json` for ours; an export reads them back to check them."""
 
 
 YARN_IN_GGUF = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
@@ -75,7 +75,7 @@ YARN_IN_GGUF = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """An architecture as llama.cpp computes it, which reads fewer options than transformers."""
+    """Limits of an architecture in llama.cpp, which reads fewer options than transformers."""
 
     architecture: str
     """Its name in GGUF files."""
@@ -94,7 +94,7 @@ class LlamaCpp:
     """The only `norm.eps` that the converter of llama.cpp writes; None: it writes the model's."""
 
     def problem(self, options: Options) -> str:
-        """Return what llama.cpp requires and a model with these options lacks; empty if nothing."""
+        """Return the requirements of llama.cpp that these options do not meet; empty if they meet all."""
         block = "sparse.experts.type" if options["sparse_layers"] else "dense.type"
         dense = options["num_layers"] - len(options["sparse_layers"])
         heads = options["attention.num_heads"] * options["attention.head_dim"]

@@ -364,7 +364,7 @@ def tied_names(decoder: Decoder) -> dict[str, str]:
 def _no_init_weights() -> Iterator[None]:
     """Skip the initialisation of weights, which are replaced anyway.
 
-    The meta device is no alternative: buffers such as rotary tables are computed, not loaded.
+    The meta device would not do: buffers such as rotary tables are computed, not loaded.
     """
     deterministic: Any = torch.utils.deterministic
     fill = (

@@ -13,14 +13,14 @@ from moe_ffn.weights.options import Options
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Other options for a model, and the weights with which its outputs stay the same."""
+    """A change of options, with factors of the weights that keep the outputs equal."""
 
     options: Callable[[Options], Options]
     """Returns the options to change; empty if this model needs no rewrite."""
     note: Callable[[Options], str]
     """Describes the rewrite of a model with these options."""
     factor: Callable[[str, Options], float] = lambda name, options: 1.0
-    """Returns the factor of a tensor; the options are those before the rewrite."""
+    """Returns the factor of a tensor, from the options before the rewrite."""
 
 
 def _unscaled_embeddings(options: Options) -> Options:
@@ -62,7 +62,7 @@ SEPARATE_OUTPUT = {
         lambda options: "tie_embeddings: the output matrix is written separately",
     )
 }
-"""For architectures whose output matrix is a tensor of its own in llama.cpp or mlx-lm."""
+"""For architectures with a separate output matrix in llama.cpp or mlx-lm."""
 
 OUTPUT_BIAS = {
     "attention.bias": Rewrite(
@@ -70,7 +70,7 @@ OUTPUT_BIAS = {
         lambda options: "attention.bias: the output projection gets a bias of zeros",
     )
 }
-"""For architectures with a bias in all projections of the attention or in none."""
+"""For architectures with biases in all attention projections or in none."""
 
 QKV_BIASES = {
     "attention.bias": Rewrite(

@@ -2,8 +2,8 @@
 
     moe_ffn.weights.export_gguf(decoder, "model.gguf", tokenizer)
 
-The converter of llama.cpp rejects new vocabularies, whatever their model: it recognises a tokenizer by a hash
-of the ids that it gives a text.
+The converter of llama.cpp cannot do this: it recognises a tokenizer by a hash of the ids of a text, and
+therefore rejects every new vocabulary.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ from moe_ffn.weights.rewrites import COMMON, Rewrite, added_weight
 
 @dataclass(frozen=True)
 class Export:
-    """A model of ours, described for transformers."""
+    """Description of our model for transformers."""
 
     family: Family
     ours: Options
@@ -89,7 +89,7 @@ def export_transformers(
 
     Args:
         packed: write the low-precision elements and scales of rounded experts, as compressed-tensors does,
-            in the place of their rounded values.
+            instead of their rounded values.
 
     Raises:
         ConfigError: transformers cannot express an option, there are no rounded experts to pack, or `folder`
@@ -179,7 +179,7 @@ def choose_architecture(
         nearest = min(attempts, key=lambda attempt: len(attempt.differences))
         path, value, theirs = nearest.differences[0]
         raise ConfigError(
-            f"model.{path} ({json.dumps(value)}) has no equal in transformers: "
+            f"model.{path} ({json.dumps(value)}) has no counterpart in transformers: "
             f"{nearest.family.model_type}, the nearest architecture, has {json.dumps(theirs)}; train with "
             "that value"
         )
@@ -450,7 +450,7 @@ def _packed(piece: WeightSlice, ours: Tensor, name: Format, key: str) -> Tensor:
     """Return one of the tensors that store the matrix of an expert in a format."""
     of_matrix = None
     if name == "nvfp4":
-        # Gate and up are halves of a matrix of ours, and share the scale of the whole.
+        # Gate and up are halves of one of our matrices, and share its scale.
         expert_ids = torch.arange(len(ours)).view(-1, 1, 1).expand(ours.shape)
         matrix_OI = ours.detach()[piece.part(expert_ids)[0, 0]]
         of_matrix = matrix_OI.abs().amax().view(1, 1, 1)

@@ -158,10 +158,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
         "LlamaForCausalLM has no sparse layer: none of our blocks, and no module of experts",
     ),
     "another base": (wider, "is not an adapter for"),
-    "base is elsewhere": (far_base, "is an adapter for 'some/model', which is no folder here"),
+    "base is elsewhere": (far_base, "is an adapter for 'some/model', which is not a folder here"),
     "base of a model": (
         lambda folder, tmp_path: (folder, Path("--base"), folder),
-        "is no adapter of peft, which has adapter_config.json; leave it out",
+        "is not an adapter of peft, which has adapter_config.json; leave it out",
     ),
     "short text": (short_text, "--text: 'text' has 1 tokens; give a text of four or more"),
     "no text": (

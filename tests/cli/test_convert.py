@@ -135,8 +135,8 @@ def test_experts_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
         "fake_quantized, format: ...}, or convert without --packed\n"
     )
     assert file.stderr == (
-        "error: --packed stores the experts of a run or a model folder of moe_ffn in a folder of "
-        f"transformers, not '{trained()}' in '{tmp_path}/model.gguf'; leave it out\n"
+        "error: --packed exports a run or a model folder of moe_ffn to a folder of transformers, not "
+        f"'{trained()}' to '{tmp_path}/model.gguf'; leave it out\n"
     )
     assert not (tmp_path / "packed").exists()
 
@@ -219,6 +219,6 @@ def test_a_damaged_model_inside_a_run_is_named(run: Path) -> None:
     assert (done.code, done.own_lines) == (
         2,
         [
-            f"error: '{model}' is no run: it has no config.yaml; its config.json is damaged; copy it again"
+            f"error: '{model}' is not a run: it has no config.yaml; its config.json is damaged; copy it again"
         ],
     )

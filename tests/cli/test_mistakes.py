@@ -26,7 +26,7 @@ NO_NAME = (
 )
 LAYERS = "--layers: must be layer numbers separated by commas, such as 0,3, got"
 NOT_MADE_HERE = "exists and was not made by this program; choose another file, or remove it"
-NO_RUN = "is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a"
+NO_RUN = "is not a run: it has no config.yaml; it holds runs; give one of them, such as runs/a"
 OVERALL = "--help, --version, --verbose, --quiet"
 
 SHAPE = (
@@ -63,7 +63,7 @@ MISTAKES = {
     # convert
     "convert none new": "'none' is not there; give the folder of a model",
     "convert bert new": "'bert/config.json': model_type 'bert' is not supported; known: ...",
-    "convert dense new": 'model.ffn.type ("dense") has no equal in transformers: ...',
+    "convert dense new": 'model.ffn.type ("dense") has no counterpart in transformers: ...',
     "convert dense new --trust_code": "--trust_code: unknown; did you mean '--trust-code'?",
     # dashboard
     "dashboard --project p": "the following arguments are required: --entity",
@@ -81,7 +81,7 @@ MISTAKES = {
         "'untold' has no tokenizer.json, which turns text into tokens; put one there"
     ),
     "evaluate theirs --data text.txt": (
-        "'theirs' is no run: it has no config.yaml; it is a model of transformers: moe-ffn convert theirs "
+        "'theirs' is not a run: it has no config.yaml; it is a model of transformers: moe-ffn convert theirs "
         "NEW makes a model folder of it"
     ),
     "evaluate masked --data text.txt": (
@@ -216,7 +216,7 @@ MISTAKES = {
         "--html: 'no/way.html' cannot be written (No such file or directory); choose another file"
     ),
 }
-"""Command line -> its one line, with `...` in the place of the rest."""
+"""Command line -> its one line, with `...` in place of the rest."""
 
 
 @pytest.fixture(scope="module")

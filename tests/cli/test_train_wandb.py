@@ -196,7 +196,7 @@ def check_kept(folder: Path, home: Path, is_kept: bool) -> None:
 
 
 def columns_of(row: dict[str, Any]) -> dict[str, float]:
-    """The row with the columns of the table in the place of its histograms."""
+    """The row with the columns of the table in place of its histograms."""
     columns: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, dict):

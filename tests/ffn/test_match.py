@@ -50,7 +50,7 @@ every_budget = pytest.mark.parametrize("match", BUDGETS)
 
 
 def asking(block: Any, match: str, of: Any = DENSE) -> Any:
-    """`block` with a match in the place of each HERE."""
+    """`block` with a match in place of each HERE."""
     if block == HERE:
         return {"match": match, "of": of}
     if isinstance(block, dict):

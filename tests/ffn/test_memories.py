@@ -1,7 +1,11 @@
-"""Hidden units as key-value memories: activations times values are what a block computes."""
+"""Hidden units as key-value memories, whose activations times values are the output of a block.
+
+Also a chain of experts: names, routers and memories of its rounds; its output is in `test_compositions`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from moe_ffn import TokenContext, build_ffn
+from moe_ffn import FFNConfig, TokenContext, build_ffn
 from moe_ffn.ffn import FFNBlock
 from moe_ffn.ffn.networks import memories
 
@@ -105,3 +109,68 @@ def test_names_say_which_network_it_is() -> None:
     found = memories(ffn, torch.randn(B, S, D, dtype=torch.float64))
 
     assert [memory.name for memory in found] == ["expert 0", "expert 1", "shared expert"]
+
+
+# -- a chain of experts
+
+NUM_EXPERTS, ROUNDS = 4, 3
+CHAIN: dict[str, Any] = {
+    "type": "chain_of_experts",
+    "rounds": ROUNDS,
+    "ffn": {
+        "num_experts": NUM_EXPERTS,
+        "router": {"type": "top_k", "k": 2},
+        "experts": {"type": "swiglu", "d_ff": 16},
+    },
+}
+SHARED = {**CHAIN, "ffn": {**CHAIN["ffn"], "shared_expert": {"type": "swiglu", "d_ff": 16}}}
+NAMES = ["routing", "round_2", "round_3"]
+
+
+def built_chain(config: dict[str, Any] = CHAIN) -> Any:
+    torch.manual_seed(0)
+    chain = build_ffn(config, D).double()
+    with torch.no_grad():
+        for router in chain.routers().values():
+            router.get_parameter("projection.weight").mul_(3)  # decided
+    return chain
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def test_recorded_experts_are_those_of_the_first_round() -> None:
+    chain, x = built_chain().eval(), tokens(1, 6, D)
+    chosen = torch.tensor([[[3, 1]] * 6])
+    routings = chain(x, TokenContext(expert_ids=chosen)).routings
+    assert torch.equal(routings["routing"].expert_ids_N.view(1, 6, 2), chosen)
+    assert not torch.equal(routings["round_2"].expert_ids_N.view(1, 6, 2), chosen)
+
+
+def test_the_identity_and_its_memories_are_the_output() -> None:
+    chain, x = built_chain().eval(), tokens(2, 6, D)
+    output = chain(x)
+    assert list(output.routings) == NAMES
+    sums = x.flatten(0, 1).clone()
+    found = iter(memories(chain, x))
+    for routing in output.routings.values():
+        for expert in range(NUM_EXPERTS):
+            memory = next(found)
+            assert memory.name == f"expert {expert}"
+            weights_N = routing.weights_N[routing.expert_ids_N == expert]
+            added_ND = weights_N[:, None] * (memory.activations_NF @ memory.values_FD)
+            sums.index_add_(0, memory.token_indices_N, added_ND)
+    assert next(found, None) is None
+    torch.testing.assert_close(sums.view_as(x), output.hidden)
+
+
+def test_routers_are_told_by_round_with_the_option_of_their_block() -> None:
+    infos = FFNConfig.model_validate(SHARED).router_infos()
+    assert list(infos) == NAMES
+    assert {replace(info, path="") for info in infos.values()} == {
+        replace(infos["routing"], path="")
+    }
+    assert infos["round_3"].path == "ffn"
+    chain = built_chain()
+    assert len({id(router) for router in chain.routers().values()}) == ROUNDS

@@ -49,7 +49,7 @@ def fit(
     """Train on the machine that the config asks for, with these callbacks beside those of a run.
 
     Args:
-        weights: what the decoder begins with in the place of what is drawn.
+        weights: initial weights of the decoder, in place of random ones.
     """
     data = prepare(config.data)
     torch.manual_seed(config.seed)

@@ -469,7 +469,7 @@ def an_optimizer_built_before_the_adapter() -> Case:
 
 
 class Linear8bit(nn.Module):
-    """A linear layer with a weight in 8 bits, as quantisers put in the place of `nn.Linear`."""
+    """A linear layer with a weight in 8 bits, as quantisers put in place of `nn.Linear`."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -630,10 +630,10 @@ def gradients_of_the_next_expert() -> Case:
     with torch.no_grad():
         router_of(case).weight[5] = 0
         router_of(case).weight[5] -= 10 * router_of(case).weight.mean(0)  # nobody chooses expert 5
-    return patched_router(_never_five, case)
+    return patched_router(_avoid_expert_five, case)
 
 
-def _never_five(logits: Tensor, weights: Tensor, ids: Tensor) -> Any:
+def _avoid_expert_five(logits: Tensor, weights: Tensor, ids: Tensor) -> Any:
     return logits, weights, torch.where(ids == 5, 4, ids)
 
 

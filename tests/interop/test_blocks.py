@@ -69,7 +69,7 @@ def sparse_models() -> dict[str, list[str]]:
     return found
 
 
-def test_every_model_whose_file_speaks_of_experts_is_in_the_table() -> None:
+def test_every_model_that_mentions_experts_is_in_the_table() -> None:
     assert {model.split()[0] for model in BLOCKS} | {*NO_BLOCK} == {*sparse_models()}
 
 

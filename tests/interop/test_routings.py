@@ -43,7 +43,7 @@ def routed(family: str) -> Any:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """What experts are given, seen by an implementation of our own in the place of `grouped_mm`."""
+    """The arguments of the experts, recorded by an implementation in place of `grouped_mm`."""
     seen: list[tuple[Tensor, Tensor]] = []
     compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
@@ -56,7 +56,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_what_the_experts_were_given(family: str, given: list[tuple[Tensor, Tensor]]) -> None:
+def test_the_routing_equals_the_arguments_of_the_experts(
+    family: str, given: list[tuple[Tensor, Tensor]]
+) -> None:
     model = routed(family)
     model.set_experts_implementation("noting")
     inputs = {"input_ids": IDS_BS, "attention_mask": MASK_BS, "use_cache": False}
@@ -185,7 +187,7 @@ def test_two_stacks_of_layers_are_refused() -> None:
         pass
 
 
-def test_a_mask_that_does_not_say_what_is_padding_is_refused() -> None:
+def test_a_mask_that_does_not_mark_padding_is_refused() -> None:
     model = routed("mixtral")
     with (
         pytest.raises(ConfigError, match=r"attention_mask must have the shape \(batch, sequence\)"),

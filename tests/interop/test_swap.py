@@ -55,7 +55,7 @@ def model_of(family: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("family", "options", "block"), DENSE.values(), ids=DENSE)
-def test_a_dense_block_computes_what_was_there(
+def test_a_dense_block_computes_the_same_as_the_ffn_it_replaces(
     family: str, options: dict[str, Any], block: str
 ) -> None:
     model = model_of(family, **options)
@@ -69,7 +69,7 @@ def test_a_dense_block_computes_what_was_there(
 
 
 @pytest.mark.parametrize("name", ["llama-bias", "gpt2", "llama-bf16"])
-def test_experts_that_are_copies_compute_what_was_there(name: str) -> None:
+def test_experts_that_are_copies_compute_the_same_as_the_ffn(name: str) -> None:
     family, options, _ = DENSE[name]
     model = model_of(family, **options)
     expected = model(IDS_BS).logits
@@ -86,7 +86,7 @@ def test_experts_that_are_copies_compute_what_was_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "llama-bf16"])
-def test_experts_that_change_what_was_there_are_said_to(
+def test_experts_that_change_the_outputs_cause_a_warning(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A token's softmax weights sum to less than 1 without `renormalize`, differently for each token."""
@@ -153,7 +153,7 @@ def test_the_dropout_of_gpt2_stays_and_the_mode_too() -> None:
     assert 0.4 < share < 0.6
 
 
-def test_any_other_block_begins_with_weights_of_its_own() -> None:
+def test_any_other_block_begins_with_new_weights() -> None:
     model = model_of("llama")
     swap_ffn(model, [0], {"type": "conv", "kernel_size": 1, "d_ff": 24})
     assert model.model.layers[0].mlp.block.up.linear.out_features == 24

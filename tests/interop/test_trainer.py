@@ -418,7 +418,7 @@ def test_hooks_and_graphs_do_not_outlive_training(trainer: Make) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of TRL's own
-def test_rows_stand_beside_the_metrics_of_trl(tmp_path: Path) -> None:
+def test_rows_are_separate_from_the_metrics_of_trl(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="TRL is not installed here")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed here")
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, "w0"))

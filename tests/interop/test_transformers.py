@@ -90,7 +90,7 @@ def gate_that(gate: Callable[[Tensor, Tensor], Tensor], **attributes: float) -> 
 @pytest.mark.parametrize("limit", [2.0, 30.0, math.inf])
 @pytest.mark.parametrize("prefix", ["", "swiglu_"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_gates_with_clamps_are_told_from_those_without(
+def test_gates_with_and_without_clamps_are_distinguished(
     after: bool, prefix: str, limit: float
 ) -> None:
     wanted = ClampedGate(alpha=1.0, limit=limit, added=0.0, after=after)

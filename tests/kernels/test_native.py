@@ -124,7 +124,7 @@ def threads() -> Iterator[Any]:
 
 
 @pytest.fixture(params=[1, 7], ids=["one thread's experts", "all threads' experts"])
-def _who(request: pytest.FixtureRequest, threads: Any) -> None:
+def _num_threads(request: pytest.FixtureRequest, threads: Any) -> None:
     """Set the number of threads; none of seven has an expert of these shapes for itself."""
     threads(request.param)
 
@@ -207,7 +207,7 @@ def test_any_number_of_threads_gives_the_same_bits(
         assert_close(other, results[0], 0.0)
 
 
-@pytest.mark.usefixtures("_who")
+@pytest.mark.usefixtures("_num_threads")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", ["tails", "few rows"])
 def test_what_a_call_leaves_in_memory_reaches_no_other(shape: str, dtype: torch.dtype) -> None:
@@ -224,7 +224,7 @@ def test_what_a_call_leaves_in_memory_reaches_no_other(shape: str, dtype: torch.
     assert_close(derive(native, *given), wanted, 0.0)
 
 
-@pytest.mark.usefixtures("_who")
+@pytest.mark.usefixtures("_num_threads")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", ["tails", "few rows"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=str)

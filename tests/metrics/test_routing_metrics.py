@@ -177,7 +177,7 @@ def test_coactivation_over_batches_and_its_largest(make_routing: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_together_measure_what_one_would_of_all_batches(
+def test_ranks_together_measure_the_same_as_one_rank_with_all_batches(
     route_logits: Any, kind: Callable[[int], Metric]
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -53,7 +53,7 @@ def test_the_model_sees_the_last_max_seq_len_tokens() -> None:
     assert model.shown == [[0, 1], [0, 1, 2], [0, 1, 2, 2], [1, 2, 2, 2]]
 
 
-def test_an_observer_is_told_how_many_tokens_are_new() -> None:
+def test_an_observer_receives_the_number_of_new_tokens() -> None:
     model: Any = Fixed([0, 0, 5, 0])
     seen: list[tuple[int, int]] = []
     decoding = Decoding(

@@ -395,6 +395,6 @@ def test_a_base_may_change_sizes_alone() -> None:
     own = config(model__parametrization={"type": "completep", "base": base})
     refuses(
         lambda: build(own),
-        "model.parametrization.base: must change sizes alone, but its model has other parameters "
-        "(layers.0.ffn.shared_expert.down.weight, layers.0.ffn.shared_expert.up.weight); leave types as",
+        "model.parametrization.base: must change only sizes, but its model has other parameters "
+        "(layers.0.ffn.shared_expert.down.weight, layers.0.ffn.shared_expert.up.weight); list only",
     )

@@ -51,7 +51,7 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], str]] = {
     "an option as a value": (("train", "--seed", "--data.seq_len", "8"), "--seed"),
     "capital letters": (("train", "--SEED", "1"), "SEED"),
     "colours in a path": (("train", "--\x1b[31mseed", "1"), "seed"),
-    "bytes that are no text": (("train", "--run.name", "a\udcff"), "run.name"),
+    "bytes that are not text": (("train", "--run.name", "a\udcff"), "run.name"),
     "a long path": (("train", "--" + LONG, "1"), "xxx..."),
     "no file": (("train", "--config", ""), "--config"),
     "a device without end": (("train", "--config", "/dev/zero"), "--config /dev/zero"),

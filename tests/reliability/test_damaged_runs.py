@@ -118,7 +118,7 @@ DAMAGES: dict[str, tuple[Damage, str, bool]] = {
         lambda p: torch.save(HOSTILE, p), "does not end in its checksum", False
     ),
     "a sealed archive that runs code": (
-        lambda p: write_checkpoint(HOSTILE, p), "is no checkpoint of", False
+        lambda p: write_checkpoint(HOSTILE, p), "is not a checkpoint of", False
     ),
     "of another run": (another_run, "was made with run_id ffffffffffffffff, but this run has ", False),
     "without its loops": (

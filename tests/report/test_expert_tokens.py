@@ -43,7 +43,7 @@ def routed(text: str, experts_T: list[int], seq_len: int = 6) -> RoutedText:
     return RoutedText(VOCABULARY, ids_T, seq_len, {"layer_00": layer})
 
 
-def test_an_expert_s_tokens_by_count_and_by_what_it_has_more_of_than_chance() -> None:
+def test_tokens_of_an_expert_are_ranked_by_count_and_by_ratio_to_chance() -> None:
     text = "aaaaaaaabbbb" + "bbbbbbbbbbbb"
     found = expert_tokens(routed(text, [0] * 12 + [1] * 12), "layer_00")
 

@@ -127,7 +127,7 @@ def test_inside_a_mixture_of_depths_tokens_are_those_that_were_let_through() -> 
     assert set(top.ravel().tolist()) <= set(b"def")
 
 
-def test_padding_of_a_shorter_sequence_inside_is_nobody_s(make_routing: MakeRouting) -> None:
+def test_padding_inside_a_mixture_of_depths_belongs_to_no_expert(make_routing: MakeRouting) -> None:
     """Two sequences of two, of which one and two tokens come inside."""
     gate = make_routing(
         [[0]] * 4, 1, dropped_N=torch.tensor([True, False, False, False]), sequence_length=2
@@ -153,7 +153,7 @@ def test_the_first_choice_is_the_heaviest(make_routing: MakeRouting) -> None:
     assert found.first_T.tolist() == [1, 0, 2], "of equal ones the first in the list"
 
 
-def test_a_token_that_chose_none_is_told_from_one_that_never_came(
+def test_a_token_without_experts_differs_from_one_that_was_never_routed(
     make_routing: MakeRouting,
 ) -> None:
     routing = make_routing([[0], [1]], 2, selected_N=torch.tensor([True, False]))

@@ -227,7 +227,7 @@ def hover(page: Page, title: str) -> str:
     return plot.locator(".hoverlayer").text_content() or ""
 
 
-def test_a_plot_says_its_values_to_who_points_at_it(moe: Opened) -> None:
+def test_a_plot_shows_the_values_under_the_pointer(moe: Opened) -> None:
     loss = hover(moe.page, "Loss")
     assert loss.startswith("step 3")
     assert "training : 1." in loss

@@ -109,7 +109,7 @@ def test_evaluation_is_plain_top_k(k: int) -> None:
         assert experts == sorted(range(NUM_EXPERTS), key=lambda e: -row[e])[:k]
 
 
-def test_tokens_that_do_not_count_come_back_as_they_are_and_change_nobody() -> None:
+def test_uncounted_tokens_stay_unchanged_and_change_no_other_token() -> None:
     logits = lopsided_logits()
     counted = torch.arange(NUM_TOKENS) % 3 > 0
     got = sinkhorn(logits, counted)

@@ -205,7 +205,7 @@ def test_autocast_changes_no_bit_of_the_routing(router: dict[str, Any], training
 
 @MODES
 @every_router
-def test_padding_is_never_computed_and_what_stands_in_it_changes_nothing(
+def test_padding_is_never_computed_and_its_content_changes_nothing(
     router: dict[str, Any], training: bool
 ) -> None:
     layer, mask = build_layer(router).train(training), padded_mask()

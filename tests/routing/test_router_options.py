@@ -346,7 +346,7 @@ def test_k_is_a_target_for_the_rule_and_changes_no_pair() -> None:
     assert [getattr(routing, "target_k", None) for routing in (few, many)] == [0.5, 4.0]
 
 
-def test_a_nan_does_not_pass_as_a_token_that_chose_nobody() -> None:
+def test_a_token_with_nan_does_not_count_as_one_without_experts() -> None:
     logits = torch.zeros(2, 3)
     logits[1] = torch.nan
     chosen = [[e for e, _ in pairs] for pairs in real_pairs(route(ReLURouterConfig(), logits))]
@@ -367,7 +367,7 @@ def test_a_learned_bias_is_added_to_the_logits_and_starts_at_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_jitter_multiplies_what_the_router_sees_and_only_in_training(dtype: torch.dtype) -> None:
+def test_jitter_multiplies_the_input_of_the_router_only_in_training(dtype: torch.dtype) -> None:
     router = identity_router(TopKRouterConfig(k=2, jitter=0.25), 4)
     x = torch.full((500, 4), 2.0, dtype=dtype)
     assert (router(x, TokenContext()).logits_TE == 2).all()

@@ -52,7 +52,7 @@ def parse(*argv: str) -> TrainConfig:
 
 
 @pytest.fixture(autouse=True)
-def _trusts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _trusts_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -482,8 +482,8 @@ def test_trust_code_is_for_a_folder_that_the_run_reads(
     own: Path, run_train: Callable[..., Any], refuse: Callable[..., str], tmp_path: Path
 ) -> None:
     assert refuse("--trust-code") == (
-        "--trust-code: is for the folders of --resume, init_from and objective.distill.teacher, and this run "
-        "reads none; a class that you name yourself is trusted; leave it out"
+        "--trust-code: applies to the folders of --resume, init_from and objective.distill.teacher, but this "
+        "run reads none; leave it out, since a class that you name yourself is trusted"
     )
     assert run_train(tmp_path, "--model.ffn", "own.py:Own", "--run.name", "mine").code == 0
     for number, option in enumerate(("init_from", "objective.distill.teacher")):

@@ -187,10 +187,10 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     for name, message in {
         "absent": f"'{tmp_path}/absent' does not exist; {give}",
         "file": f"'{tmp_path}/file' is a file, not the folder of a run; {give}",
-        "empty": f"'{tmp_path}/empty' is no run: it has no config.yaml; {give}",
-        "ours": f"'{tmp_path}/ours' is no run: it has no config.yaml; it is the folder of a model, which "
+        "empty": f"'{tmp_path}/empty' is not a run: it has no config.yaml; {give}",
+        "ours": f"'{tmp_path}/ours' is not a run: it has no config.yaml; it is the folder of a model, which "
         "moe_ffn.load_pretrained reads",
-        "runs": f"'{tmp_path}/runs' is no run: it has no config.yaml; it holds runs; give one of "
+        "runs": f"'{tmp_path}/runs' is not a run: it has no config.yaml; it holds runs; give one of "
         f"them, such as {tmp_path}/runs/a",
     }.items():
         with pytest.raises(ConfigError) as raised:

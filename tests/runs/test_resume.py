@@ -103,7 +103,7 @@ def test_without_a_run_to_resume_the_error_says_so(make_run: MakeRun) -> None:
         find(NEWEST)
     with pytest.raises(ConfigError, match=r"^'runs/other' does not exist; give the folder"):
         find("runs/other")
-    with pytest.raises(ConfigError, match=r"^'runs' is no run: .*; it holds runs; .*runs/done"):
+    with pytest.raises(ConfigError, match=r"^'runs' is not a run: .*; it holds runs; .*runs/done"):
         find("runs")
 
 
@@ -223,8 +223,8 @@ def with_weights(**changed: Tensor) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, bool]] = {
-    "no weights": ({"identity": IDENTITY}, "is no checkpoint of a run", False),
-    "no identity": ({**CHECKPOINT, "identity": "text"}, "is no checkpoint of a run", False),
+    "no weights": ({"identity": IDENTITY}, "is not a checkpoint of a run", False),
+    "no identity": ({**CHECKPOINT, "identity": "text"}, "is not a checkpoint of a run", False),
     "seed": (with_identity(seed=2), "was made with seed 2, but this run has 1", True),
     "model": (
         with_identity(model={"d_model": 32}),
@@ -355,7 +355,7 @@ def test_a_run_resumes_to_more_steps_and_says_from_where(unfinished: Path) -> No
     assert (
         f"resuming {unfinished} after step 4, from step_00000004.ckpt; "
         "newer ones cannot be used: step_00000005.ckpt "
-        "does not end in its checksum: it was cut short, or is no checkpoint\n"
+        "does not end in its checksum: it was cut short, or is not a checkpoint\n"
     ) in done.stdout
     assert done.stderr.count("tokenizer.json' is missing or damaged; it is recreated") == 1
     assert json.loads((unfinished / "tokenizer.json").read_text()) == {"type": "bytes"}

@@ -169,7 +169,7 @@ def test_a_model_that_is_not_causal_sees_both_sides() -> None:
         assert (changed > 1e-9) == (not causal)
 
 
-def test_the_mask_has_an_embedding_of_its_own_and_no_logit() -> None:
+def test_the_mask_has_its_own_embedding_and_no_logit() -> None:
     model = decoder(causal=False)
     assert model.mask_token_id == 11
     assert model.mask_embedding is not None

@@ -47,7 +47,7 @@ def test_a_plain_run_has_no_profile_and_comes_to_its_end(moe_run: Any) -> None:
     assert "ended after" not in moe_run.stdout
 
 
-def test_a_run_ends_when_its_time_is_over_and_says_so(run_train: RunTrain, tmp_path: Path) -> None:
+def test_a_run_ends_at_its_time_limit_with_a_message(run_train: RunTrain, tmp_path: Path) -> None:
     run = run_train(tmp_path, "--trainer.max_time", "00:00:00:00")
 
     assert run.code == 0, run.stderr

@@ -254,7 +254,7 @@ class KeepFirstWeights(Callback):
 
 
 Beginning = tuple[str, str, dict[str, Tensor]]
-"""A layout by its name, a precision, and weights to begin with in the place of those drawn."""
+"""A layout by its name, a precision, and weights to begin with in place of those drawn."""
 
 
 def first_weights(

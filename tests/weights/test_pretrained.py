@@ -215,7 +215,7 @@ def test_what_is_damaged_is_not_loaded(
     assert "\n" not in str(caught.value)
 
 
-def test_an_index_is_held_to_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_must_match_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrained, "MIN_FILE_BYTES", 2**14)
     folder = tmp_path / "model"
     moe_ffn.save_pretrained(decoder_of(), folder)

@@ -462,7 +462,7 @@ def test_options_that_mlx_ignores_are_noted(options: dict[str, Any], ignored: st
 
 # -- what is refused
 
-NO_EQUAL = "has no equal in transformers"
+NO_EQUAL = "has no counterpart in transformers"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "router bias": (
         {"ffn": moe(router__renormalize=True, router__bias=True)},

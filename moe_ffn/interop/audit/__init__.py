@@ -3,7 +3,7 @@
     report = moe_ffn.audit(model, batch, optimizer)
     assert report.ok, report
 
-The model is of transformers, perhaps with adapters of peft, or of ours, or any module that returns logits.
+The model is of moe_ffn or of transformers (also with adapters of peft), or any module that returns logits.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def audit(
             sequences of real text.
         optimizer: the optimizer that will train the model; None if the model is only to be used.
         accumulation: batches per optimizer step.
-        objective: balancing of a run of ours; None for other training loops.
+        objective: balancing of a moe_ffn run; None for other training loops.
         num_steps: optimizer steps that the model was trained for. Balance is not judged before step 50, as
             by the alarms of a run. None: unknown, so it is judged.
 
     Raises:
-        ConfigError: the model has no sparse layer, or the batch is no batch of token ids.
+        ConfigError: the model has no sparse layer, or the batch does not hold token ids.
     """
     if accumulation < 1:
         raise ConfigError(f"audit: accumulation must be 1 or more, but is {accumulation}")

@@ -1,4 +1,4 @@
-"""Checks of an audit on balancing: is there a loss or a rule, and is its value that of the formula?"""
+"""Checks of an audit on balancing: is there a loss or a rule, and does its value match the formula?"""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _accumulation(probe: Probe, weighted: float, accumulation: int) -> Finding:
 
 
 def check_objective(probe: Probe, objective: ObjectiveConfig) -> Iterator[Finding]:
-    """Check that the objective of a run of ours balances its experts."""
+    """Check that the objective of a moe_ffn run balances its experts."""
     weights = {
         name: getattr(objective, name)
         for name, loss in BALANCING_LOSSES.items()

@@ -39,17 +39,17 @@ MAX_SPREAD = 1e-2
 """Largest relative difference of two weights that rounding to 16 bits explains."""
 
 MIN_PAIRS_PER_EXPERT = 32
-"""Mean number of pairs per expert below which an idle expert tells nothing."""
+"""Mean number of pairs per expert below which an idle expert is no evidence of a defect."""
 
 MAX_SEQUENCES = 4
-"""Sequences that are run alone."""
+"""Number of sequences that also run alone, to compare with the batch."""
 
 WORSE_THAN_GUESSING = 1.1
 """Cross-entropy as a multiple of ln(V), which a uniform guess has, above which a model is broken."""
 
 
 def check_behaviour(probe: Probe) -> Iterator[Finding]:
-    """Run the model in evaluation: once as it is, once with other tokens at the end, and by sequence."""
+    """Run the model in evaluation mode: on the batch, with other last tokens, and on single sequences."""
     with mode(probe.model, training=False), torch.no_grad():
         passed = probe.run(labels=None)
         if not passed.logits_BSV.isfinite().all():

@@ -35,7 +35,7 @@ class ExpertTensor:
     """Name in the model."""
     parameter: nn.Parameter
     expert: int | None = None
-    """The expert, in a list of experts; None if the parameter stacks all of them."""
+    """Index of the expert in a list of experts; None if the parameter stacks all experts."""
 
     @property
     def adapter(self) -> Literal["", "A", "B"]:
@@ -244,7 +244,7 @@ def _tensors(
 def _router_modules(
     block: nn.Module, wrapped: list[nn.Module], num_experts: int
 ) -> list[nn.Module]:
-    """Return the routers: in other libraries, modules with a name or the rows of a router."""
+    """Return the routers; in other libraries, they are recognised by their name or by one row per expert."""
     if isinstance(block, FFNBlock):
         return [*block.routers().values()]
     return [
@@ -257,6 +257,6 @@ def _router_modules(
 
 
 def _has_rows(module: nn.Module, num_experts: int) -> bool:
-    """Return True for a single matrix with a row for each expert, the projection of a router."""
+    """Return True if the only matrix has one row per expert, like the projection of a router."""
     matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
     return len(matrices) == 1 and matrices[0].shape[0] == num_experts

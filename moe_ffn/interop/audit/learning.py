@@ -28,7 +28,7 @@ MIN_RATE_SHARE = 1e-4
 
 
 def check_requires_grad(probe: Probe) -> Iterator[Finding]:
-    """Find experts and routers that stay as they are while the rest of the model trains."""
+    """Find experts and routers that are frozen while the rest of the model trains."""
     trained = {id(p) for p in probe.model.parameters() if p.requires_grad}
     if not trained:
         yield LEARNING.skips("no parameter requires a gradient, so nothing is trained")
@@ -154,7 +154,7 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
 def _keep_outputs(
     layer: SparseLayer, kept: list[tuple[int | None, Tensor]], hooks: ExitStack
 ) -> None:
-    """Keep the outputs of the experts with their gradients, which tell the tokens that reached the loss."""
+    """Keep the outputs of the experts, whose gradients show which tokens reached the loss."""
 
     def keep(expert: int | None, module: nn.Module, args: Any, output: Any) -> None:
         hidden = output.hidden if isinstance(output, FFNOutput) else output
@@ -176,7 +176,7 @@ def _used_experts(
     routings: Mapping[str, Routing],
     kept: list[tuple[int | None, Tensor]],
 ) -> Tensor | None:
-    """Return which experts computed a token that reached the loss, bool (E,); None if that is unknown."""
+    """Return the experts that computed a token that reached the loss, bool (E,); None if unknown."""
     if layer.kind == "listed":
         used = {e for e, out in kept if out.grad is not None and bool(out.grad.any())}
         return torch.tensor([expert in used for expert in range(layer.num_experts)])
@@ -194,7 +194,7 @@ def _used_experts(
 
 
 def _idle_experts(layer: SparseLayer, used_E: Tensor | None) -> Iterator[Finding]:
-    """Name experts in a list that computed no token; for others, their routing tells."""
+    """Warn about experts in a list that computed no token; other experts are judged by their routing."""
     trained = {w.expert for w in layer.weights if w.parameter.requires_grad}
     idle = [e for e in trained if e is not None and used_E is not None and not used_E[e]]
     if idle:
@@ -287,9 +287,11 @@ def _shared_problems(
     ]
     matrices = {name: p for name, p in layer.shared.items() if p.ndim >= 2 and ".lora_" not in name}
     zero = [name for name, matrix in matrices.items() if not matrix.any()]
-    if len(zero) == 1:  # the other matrices get no gradient through it, as at the start of training
+    if (
+        len(zero) == 1
+    ):  # a zero matrix stops the gradient of the others, as at the start of training
         dead = [name for name in dead if name in zero]
-    if dead and len(zero) < 2:  # several stop each other's gradient, as in an expert that was added
+    if dead and len(zero) < 2:  # two zero matrices never train, as in an expert that was added
         yield LEARNING.at(layer.name).fails(
             f"{len(dead)} of {len(layer.shared)} tensors of the shared expert have no gradient: "
             f"{places(dead)}",

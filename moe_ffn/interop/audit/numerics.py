@@ -28,16 +28,16 @@ from moe_ffn.metrics.functional import chosen_experts
 from moe_ffn.outputs import Plan, Routing, dtype_name
 
 MAX_TOKENS = 256
-"""Tokens whose experts are computed again, so that a check stays quick."""
+"""Maximum number of tokens whose experts a check computes again, to stay quick."""
 
 MAX_ERROR = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Dtype -> largest difference from float64, as a share of the largest value, that rounding explains."""
 
 TF32_ERROR = 5e-3
-"""The same on a GPU in float32, whose products may have the ten bits of TF32."""
+"""Largest difference on a GPU in float32, whose products may use the ten-bit mantissa of TF32."""
 
 MAX_FLIPS = 0.01
-"""Share of tokens whose experts may change with the precision of the router."""
+"""Largest acceptable share of tokens whose experts change with the precision of the router."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ def check_precision(layer: SparseLayer, calls: RecordedCalls) -> Iterator[Findin
         if not flips:
             continue
         check = PRECISION.at(layer.name)
-        if (tied := _tied(output)) > MAX_FLIPS:
+        if (tied := _share_of_ties(output)) > MAX_FLIPS:
             yield check.warns(
                 f"{tied:.0%} of the tokens have equal scores at the border between chosen and other experts",
                 "the order of experts decides; look for a router that is zero, clamped or quantised",
@@ -154,7 +154,7 @@ def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _tied(output: Any) -> float:
+def _share_of_ties(output: Any) -> float:
     """Return the share of tokens for which a chosen and another expert have equal logits."""
     logits_TE = output.logits_TE if isinstance(output, Routing) else output[0]
     chosen_TE = _chosen(output)

@@ -26,13 +26,13 @@ TRAINED = 0.9
 """Cross-entropy as a multiple of a uniform guess's below which a model counts as trained on this text."""
 
 SEEN, CERTAIN = 2.0, 4.0
-"""Standard errors of the difference of two losses above which it is seen, or is certain."""
+"""Standard errors above which a difference of two losses causes a warning, or a failure."""
 
 OTHER_ORDER = "in another order than the router's rows"
 COMPARE = "compare the conversion with its source: moe-ffn diff"
 
 ALIKE = 1e-3
-"""Share of the loss below which experts that move change nothing."""
+"""Share of the loss; if permuting the experts changes the loss by less, the experts are alike."""
 
 
 def check_order(probe: Probe) -> Iterator[Finding]:
@@ -74,7 +74,7 @@ def _layer(probe: Probe, layer: SparseLayer, losses_BS: Tensor) -> Iterator[Find
         seen = f"the loss changes by {sentence} (standard error {error:.4f})"
         if max(abs(rise) for rise, *_ in rises) <= ALIKE * losses_BS.nanmean():
             problems.append(check.warns(f"{seen}: they are all alike", COMPARE))
-        elif rise < -CERTAIN * error:  # nothing is better than the right order
+        elif rise < -CERTAIN * error:  # no permutation can improve the right order
             problems.append(check.fails(f"{seen}: they are {OTHER_ORDER}", COMPARE))
         elif rise <= SEEN * error:
             problems.append(
@@ -103,7 +103,7 @@ def _layer(probe: Probe, layer: SparseLayer, losses_BS: Tensor) -> Iterator[Find
 
 
 def _losses(probe: Probe, logits_BSV: Tensor) -> Tensor:
-    """Return the loss of each predicted token; NaN at the others, which no mean of this file counts."""
+    """Return the loss of each predicted token, and NaN for other tokens, which means here ignore."""
     losses_BS = cross_entropy_of(logits_BSV, probe.labels_BS, "none").double()
     losses_BS = losses_BS.view_as(probe.labels_BS)
     return losses_BS.masked_fill(probe.labels_BS == IGNORED_TARGET, math.nan)
@@ -112,7 +112,7 @@ def _losses(probe: Probe, logits_BSV: Tensor) -> Tensor:
 def _rise(probe: Probe, before_BS: Tensor) -> tuple[float, float]:
     """Run the model; return the mean rise of the loss, and its standard error over the sequences.
 
-    The tokens of a sequence are not independent, so that their scatter would promise too much.
+    A standard error over tokens would be too small, since the tokens of a sequence are not independent.
     """
     rise_B = (_losses(probe, probe.logits(labels=None)) - before_BS).nanmean(dim=1)
     rise_B = rise_B[rise_B.isfinite()]

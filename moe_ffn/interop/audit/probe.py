@@ -1,4 +1,4 @@
-"""A model with a batch, and how to run it: of transformers, of ours, or any module that returns logits.
+"""A model of transformers, of moe_ffn or any module that returns logits, with a batch to run it on.
 
 B sequences, S positions, V vocabulary, T = B * S tokens
 """
@@ -44,7 +44,7 @@ class Outputs:
 
 
 class Probe:
-    """The model under audit with a batch: it runs one on the other, and finds the sparse layers."""
+    """The audited model and a batch: finds the sparse layers, and runs the model on the batch."""
 
     def __init__(
         self, model: nn.Module, batch: Mapping[str, Any], num_steps: int | None = None
@@ -71,7 +71,7 @@ class Probe:
         """Reason why routings cannot be recorded, which `reached` finds out; empty if they can."""
 
     def too_early(self, subject: str) -> str:
-        """Return the sentence that `subject` needs more steps of training; empty if it can be judged."""
+        """Return a message that `subject` needs more training steps; empty if it can be judged."""
         needed = AlarmsConfig().after_steps
         if self.num_steps is None or self.num_steps >= needed:
             return ""
@@ -89,7 +89,7 @@ class Probe:
 
     @cached_property
     def reached(self) -> list[SparseLayer]:
-        """The sparse layers that the batch reaches: not those for images, or to predict several tokens."""
+        """Sparse layers that the batch reaches, without those for images or for multi-token prediction."""
         called: set[str] = set()
         with mode(self.model, training=False), torch.no_grad(), ExitStack() as hooks:
             for layer in self.layers:
@@ -172,7 +172,7 @@ class Probe:
 
 
 def _with_decoder_inputs(batch: Mapping[str, Any], start: int) -> dict[str, Any]:
-    """Return a batch whose decoder reads the labels, or else the text, one place later."""
+    """Return a batch whose decoder reads the labels, or without labels the text, shifted right by one."""
     ids_BS, mask_BS, labels_BS = batch[_IDS], batch.get(_MASK), batch.get(_LABELS)
     if labels_BS is not None:
         ids_BS, mask_BS = labels_BS.clamp(min=0), labels_BS != IGNORED_TARGET

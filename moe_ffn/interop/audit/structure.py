@@ -146,7 +146,7 @@ def _samples(layer: SparseLayer) -> list[bytes]:
 
 
 def check_left_out(probe: Probe) -> Iterator[Finding]:
-    """Name what a quantiser or an adapter left as it was."""
+    """Find experts that a quantiser or an adapter left out."""
     quantised = _quantised_modules(probe.model)
     adapted = {name for layer in probe.layers for name in _adapted_weights(layer)}
     has_adapter = any(".lora_" in name for name, _ in probe.model.named_parameters())

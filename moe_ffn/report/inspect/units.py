@@ -113,8 +113,7 @@ class LayerUnits:
     chance: Mapping[str, float]
     """Kind -> share of units that it explains if inputs are random."""
     next_agreement: float | None
-    """Share of judged units whose first promoted token follows the top input; None in a model that is not
-    causal."""
+    """Share of judged units that promote most the token after their top input; None if not causal."""
     next_chance: float | None
     """The same share with value vectors shuffled among the units of the layer."""
 

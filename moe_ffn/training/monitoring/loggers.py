@@ -102,13 +102,13 @@ class WandbRun(WandbLogger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log a row, converted by `wandb_row`."""
-        with self._warning_once("metrics go to metrics.jsonl alone"):
+        with self._warning_once("metrics go only to metrics.jsonl"):
             super().log_metrics(wandb_row(metrics), step)
 
     def alert(self, title: str, text: str) -> None:
         """Send the user a message through wandb, if the run is online."""
         if self.online:
-            with self._warning_once("metrics go to metrics.jsonl alone"):
+            with self._warning_once("metrics go only to metrics.jsonl"):
                 self.experiment.alert(title[:_MAX_ALERT_TITLE], text)
 
     def finish(self, status: str) -> None:

@@ -182,7 +182,7 @@ def _explaining() -> Iterator[None]:
         raise
     # From pickle, zip or torch, whose message advises to run the code in the file.
     except Exception as error:
-        raise CheckpointError("is no checkpoint of tensors and plain values") from error
+        raise CheckpointError("is not a checkpoint of tensors and plain values") from error
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -214,7 +214,9 @@ def _require_checksum(file: BinaryIO) -> None:
     file.seek(max(size - _CHECKSUM_BYTES, 0))
     seal = file.read()
     if not seal.startswith(_LABEL):
-        raise CheckpointError("does not end in its checksum: it was cut short, or is no checkpoint")
+        raise CheckpointError(
+            "does not end in its checksum: it was cut short, or is not a checkpoint"
+        )
     if seal != _LABEL + _digest(file, size - len(seal)):
         raise CheckpointError("does not match its checksum: it was damaged")
     file.seek(0)

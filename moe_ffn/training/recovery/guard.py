@@ -183,7 +183,7 @@ def _forward_and_source(
     """Return the losses of a forward pass, and the first module with finite inputs and a nonfinite output.
 
     If there is none, the source is the first module whose input and output are both nonfinite. A module with
-    a finite output is no source, since a mask may hold infinities.
+    a finite output is not a source, since a mask may hold infinities.
     """
     sources, nonfinite_inputs = list[str](), dict[str, str]()
 

@@ -32,13 +32,13 @@ def test_an_alert_is_sent_where_wandb_is_online(loggers: Any, online: bool) -> N
     assert run.alerts == ([(cut, "layer_03 sends all to expert 2")] if online else [])
 
 
-def test_rows_and_alerts_that_fail_are_told_once(
+def test_failed_rows_and_alerts_are_reported_once(
     loggers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = loggers(StubRun(failing=ConnectionResetError("Connection lost")), online=True)
     alert(failing, "collapse", "once")
     failing[1].log_metrics({"loss": 1.0}, step=1)
-    assert capsys.readouterr().err == "wandb: Connection lost; metrics go to metrics.jsonl alone\n"
+    assert capsys.readouterr().err == "wandb: Connection lost; metrics go only to metrics.jsonl\n"
 
 
 @pytest.mark.parametrize(("status", "exit_code"), [("success", 0), ("failed", 1)])

@@ -298,7 +298,7 @@ def pairs(found: RoutingByLayer) -> list[int]:
     return found.sums["layer_00"]["pairs_E"].tolist()
 
 
-def test_closing_begins_anew(layers: dict[str, Any]) -> None:
+def test_closing_begins_a_new_window(layers: dict[str, Any]) -> None:
     found = RoutingByLayer("every batch")
     found.update(layers)
     assert plain(found.close())["layer_01"]["load"] == [0.25, 0.75]

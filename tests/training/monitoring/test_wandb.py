@@ -69,7 +69,7 @@ LINES: dict[str, tuple[str, tuple[str, ...], list[str], bool | None, str]] = {
 
 
 @pytest.mark.parametrize(("mode", "failing", "tried", "online", "line"), LINES.values(), ids=LINES)
-def test_a_run_is_online_if_possible_or_says_why_not(
+def test_a_run_is_online_if_possible_or_gives_the_reason(
     start: Any,
     mode: Any,
     failing: tuple[str, ...],

@@ -116,7 +116,7 @@ def test_code_in_it_is_not_run(path: Path, tmp_path: Path) -> None:
     write_checkpoint({"weights": Hostile(marker)}, path)
 
     verify(path)
-    with pytest.raises(CheckpointError, match=r"^is no checkpoint of tensors and plain values$"):
+    with pytest.raises(CheckpointError, match=r"^is not a checkpoint of tensors and plain values$"):
         read_checkpoint(path)
 
     assert not marker.exists()
