@@ -92,7 +92,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         if isinstance(teacher, Decoder):
             weights = teacher.state_dict().values()
             check_fits(config, sum(w.numel() * w.element_size() for w in weights))
-        module.learn_from(teacher)
+        module.set_teacher(teacher)
     console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
     for line in (*config.notes(), f"\n{describe_data(data)}"):
         say(line)

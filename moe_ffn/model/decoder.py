@@ -28,8 +28,8 @@ from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig
 from moe_ffn.model.parametrization import (
     LAYERS,
+    ParameterScale,
     ParametrizationConfig,
-    Scale,
     StandardConfig,
 )
 from moe_ffn.model.positions import PositionEncoding, PositionsConfig, RotaryConfig
@@ -320,10 +320,10 @@ def parse_slice(text: str, option: str) -> slice:
 
 
 @torch.no_grad()
-def _rescale(module: nn.Module, scales: Mapping[str, Scale], prefix: str = "") -> None:
+def _rescale(module: nn.Module, scales: Mapping[str, ParameterScale], prefix: str = "") -> None:
     """Multiply the initial weights of a module by the factors of its parametrization."""
     for name, parameter in module.named_parameters():
-        if (factor := scales.get(prefix + name, Scale()).init) != 1:
+        if (factor := scales.get(prefix + name, ParameterScale()).init) != 1:
             parameter.mul_(factor)
 
 

@@ -95,7 +95,7 @@ def num_fused(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ParameterScale:
     """Shape of a parameter here and in the base model, which determines its learning rate."""
 
     multiplier: float = 1.0
@@ -131,7 +131,9 @@ class ParametrizationConfig(TaggedConfig, frozen=True):
         return ""
 
     @abstractmethod
-    def scales(self, model: DecoderConfig, vocab_size: int, max_seq_len: int) -> dict[str, Scale]:
+    def scales(
+        self, model: DecoderConfig, vocab_size: int, max_seq_len: int
+    ) -> dict[str, ParameterScale]:
         """Return name -> scale for each parameter that the rule may change."""
 
 
@@ -140,7 +142,9 @@ class StandardConfig(ParametrizationConfig, frozen=True):
 
     type: Literal["standard"] = "standard"
 
-    def scales(self, model: DecoderConfig, vocab_size: int, max_seq_len: int) -> dict[str, Scale]:
+    def scales(
+        self, model: DecoderConfig, vocab_size: int, max_seq_len: int
+    ) -> dict[str, ParameterScale]:
         return {}
 
 
@@ -178,7 +182,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
         options["num_layers"] = model.num_layers
         return type(model)(**options)
 
-    def depth(self, model: DecoderConfig) -> float:
+    def depth_ratio(self, model: DecoderConfig) -> float:
         """Return the number of layers relative to the base."""
         return model.num_layers / self.base.get("num_layers", model.num_layers)
 
@@ -194,7 +198,9 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
             return f"needs another base: {first_line(error)}"
         return ""
 
-    def scales(self, model: DecoderConfig, vocab_size: int, max_seq_len: int) -> dict[str, Scale]:
+    def scales(
+        self, model: DecoderConfig, vocab_size: int, max_seq_len: int
+    ) -> dict[str, ParameterScale]:
         base = self.base_model(model)
         plain = model.model_copy(update={"parametrization": StandardConfig()})
         sizes = vocab_size, max_seq_len
@@ -209,17 +215,17 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
                 f"({', '.join(sorted(parameters.keys() ^ shapes.keys())[:2])}); list only sizes"
             )
         parts, multipliers = parts_of(large), dict(self._multipliers(model, base))
-        scales: dict[str, Scale] = {}
+        scales: dict[str, ParameterScale] = {}
         for name, parameter in parameters.items():
             module = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias")
             multiplier = multipliers.get(module) or multipliers.get(_within_layer(module), 1.0)
             is_vector = parts[name] in ("embeddings", "output") or not is_matrix(name, parameter)
-            scales[name] = Scale(multiplier)
+            scales[name] = ParameterScale(multiplier)
             if not is_vector:
                 fused = num_fused(name)
                 (out, into), (base_out, base_into) = parameter.shape[-2:], shapes[name][-2:]
                 shape, base_shape = (out // fused, into), (base_out // fused, base_into)
-                scales[name] = Scale(multiplier, shape, base_shape)
+                scales[name] = ParameterScale(multiplier, shape, base_shape)
         return scales
 
     def _multipliers(
@@ -238,7 +244,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
             "ffn.experts.down",
             "ffn.shared_expert.down",
         ):
-            yield module, 1 / self.depth(model)
+            yield module, 1 / self.depth_ratio(model)
         attention = model.attention
         query = "attention.query_norm" if attention.norm_qk else "attention.query"
         if attention.latent is not None:

@@ -15,7 +15,7 @@ from moe_ffn.config.base import Config
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.model.decoder import DecoderConfig, short_name
-from moe_ffn.model.parametrization import Scale
+from moe_ffn.model.parametrization import ParameterScale
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import MuonConfig, OptimizerConfig
@@ -122,7 +122,7 @@ class TrainConfig(Config, frozen=True):
     @model_validator(mode="after")
     def _check_optimizer_knows_the_parametrization(self) -> TrainConfig:
         rule, optimizer = self.model.parametrization, self.optimizer
-        if rule.type != "standard" and optimizer.rate_factor(Scale(), {}) is None:
+        if rule.type != "standard" and optimizer.learning_rate_factor(ParameterScale(), {}) is None:
             raise ValueError(
                 f"model.parametrization.type ('{rule.type}') has no rule for optimizer.type "
                 f"('{optimizer.type}'); use adamw or muon, or parametrization standard"

@@ -168,7 +168,7 @@ class LanguageModel(LightningModule):
         else:
             _copy_into(self.decoder, weights)
 
-    def learn_from(self, teacher: Decoder | StoredAnswers) -> None:
+    def set_teacher(self, teacher: Decoder | StoredAnswers) -> None:
         """Set the teacher of `objective.distill`.
 
         Args:

@@ -24,7 +24,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.kernels.base import on_this_rank, product_dtype_on_cpu
-from moe_ffn.model.parametrization import LAYERS, Part, Scale, is_matrix, num_fused, parts_of
+from moe_ffn.model.parametrization import (
+    LAYERS,
+    ParameterScale,
+    Part,
+    is_matrix,
+    num_fused,
+    parts_of,
+)
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
 MAX_RATE = 1e9
@@ -71,7 +78,7 @@ class OptimizerConfig(TaggedConfig, frozen=True):
     takes_shards: ClassVar[bool] = True
     """True if the optimizer can update weights that are sharded over ranks."""
 
-    def rate_factor(self, scale: Scale, group: Mapping[str, Any]) -> float | None:
+    def learning_rate_factor(self, scale: ParameterScale, group: Mapping[str, Any]) -> float | None:
         """Return the factor by which a parametrization scales the learning rate of a parameter in `group`.
 
         None means that the optimizer has no rule; `model.parametrization` must then be `standard`.
@@ -131,7 +138,7 @@ class AdamWConfig(_AdamConfig, frozen=True):
     type: Literal["adamw"] = "adamw"
     weight_decay: DecoupledDecay = 0.1
 
-    def rate_factor(self, scale: Scale, group: Mapping[str, Any]) -> float:
+    def learning_rate_factor(self, scale: ParameterScale, group: Mapping[str, Any]) -> float:
         return _adamw_factor(scale)
 
 
@@ -233,7 +240,7 @@ class MuonConfig(GroupedConfig, frozen=True):
             eps=self.adamw_eps,
         )
 
-    def rate_factor(self, scale: Scale, group: Mapping[str, Any]) -> float:
+    def learning_rate_factor(self, scale: ParameterScale, group: Mapping[str, Any]) -> float:
         if "num_fused" not in group:
             return _adamw_factor(scale)
         # All singular values of the update equal the factor of `adjust_lr_fn`. They should be
@@ -244,7 +251,7 @@ class MuonConfig(GroupedConfig, frozen=True):
         )
 
 
-def _adamw_factor(scale: Scale) -> float:
+def _adamw_factor(scale: ParameterScale) -> float:
     """Return the factor of the learning rate under AdamW, whose updates ignore the gradient's size.
 
     The changes that all inputs make to an output add up, so r times the inputs need 1 / r of the learning
@@ -303,7 +310,7 @@ def refined_groups(
         groups: dictionaries with `params` and `weight_decay`; `lr` is `config.learning_rate` if absent.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    scales: Mapping[str, Scale] = getattr(model, "scales", {})
+    scales: Mapping[str, ParameterScale] = getattr(model, "scales", {})
     parts = parts_of(model)
     refined: list[dict[str, Any]] = []
     for group in groups:
@@ -311,7 +318,7 @@ def refined_groups(
         for parameter in group["params"]:
             name = names[id(parameter)]
             part = parts[name] if parts[name] in config.groups else None
-            factor = config.rate_factor(scales[name], group) if name in scales else None
+            factor = config.learning_rate_factor(scales[name], group) if name in scales else None
             members.setdefault((part, factor or 1.0), []).append(parameter)
         for (part, factor), parameters in members.items() or [((None, 1.0), [])]:
             options = GroupConfig() if part is None else config.groups[part]

@@ -56,7 +56,7 @@ def fit(
     module = build_module(config, data, layout)
     module.start_from(weights or {})
     if teacher := read_teacher(config, data):
-        module.learn_from(teacher)
+        module.set_teacher(teacher)
     callbacks = make_callbacks(config, data, folder)
     trainer: Any = build_trainer(config, folder, precision, [], callbacks, layout)
     trainer.callbacks += more

@@ -324,7 +324,7 @@ def test_a_resumed_run_may_go_on_with_another_teacher(run_train: Any, tmp_path: 
     assert f"teacher: {second}, " in resumed.stdout
 
 
-def test_a_model_that_begins_as_its_teacher_has_nothing_to_learn_from_it(
+def test_a_model_that_begins_as_its_teacher_has_nothing_to_set_teacher_it(
     run_train: Any, tmp_path: Path
 ) -> None:
     teacher = save(tmp_path / "teacher")
