@@ -31,13 +31,19 @@ from moe_ffn.studies.coordinates import Coordinates, measure_coordinates
 def main(argv: Sequence[str]) -> int:
     flags, config = parse_flags(argv, TrainConfig, command("coordinates"), _add_flags)
     check_output("--html", flags.html, OPENING)
+    if not flags.option.startswith("model."):
+        raise ConfigError(
+            f"--option ({flags.option}): must be a size of the model; give one, such as model.num_layers"
+        )
     sizes = flags.sizes
     if sizes is None:
         if flags.option != "model.d_model":
             raise ConfigError(
                 f"--option ({flags.option}): give its values with --sizes, such as --sizes 2 4 8"
             )
-        sizes = [config.model.d_model * factor for factor in (1, 2, 4, 8)]
+        base = getattr(config.model.parametrization, "base", {})
+        smallest = base.get("d_model", config.model.d_model)
+        sizes = [smallest * factor for factor in (1, 2, 4, 8)]
     if len(set(sizes)) < 2:
         raise ConfigError(f"--sizes ({sizes[0]}): a slope needs two different sizes; give another")
     found = measure_coordinates(config, flags.option, sizes, flags.steps)

@@ -56,7 +56,12 @@ from moe_ffn.report.html import OPENING, number
 from moe_ffn.runs.folder import TOKENIZER_FILE, check_has_weights
 from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.runs.texts import prepare_data, tokens_of_path
-from moe_ffn.training.distillation import ANSWERS_SUFFIX, digests_of, write_answers
+from moe_ffn.training.distillation import (
+    ANSWERS_SUFFIX,
+    StoredAnswers,
+    digests_of,
+    write_answers,
+)
 from moe_ffn.training.evaluation import Evaluation, evaluate, strided_batches, top_answers
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.init_from import sha256_of_weights
@@ -184,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     if args.store_answers is not None:
         model, config = _read(args, args.folders[0], overrides, device)
-        results = _store_answers(args.store_answers, args.top, model, config)
+        results = _store_answers(args.store_answers, args.top or 16, model, config)
         console.print(f"written: {args.store_answers}, {results['positions']:,} positions")
     elif args.k is None:
         model, config = _read(args, args.folders[0], overrides, device)
@@ -210,6 +215,10 @@ def _check_together(args: Any) -> None:
                     f"{option}: cannot be used with --store-answers, which reads a training split; leave one "
                     "of them out"
                 )
+    elif args.top is not None:
+        raise ConfigError(
+            "--top: needs --store-answers; add --store-answers FILE, or leave --top out"
+        )
     if args.k is not None:
         if args.tasks is not None:
             raise ConfigError("--tasks: cannot be used with --k; leave one of them out")
@@ -267,6 +276,13 @@ def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> di
             f"--store-answers: '{path}' must end in {ANSWERS_SUFFIX}, by which objective.distill.teacher "
             "recognises it; rename it"
         )
+    if path.exists():
+        try:
+            StoredAnswers(path, "--store-answers")
+        except ConfigError as error:
+            raise ConfigError(
+                f"--store-answers: '{path}' exists and is not a file of stored answers; choose another name"
+            ) from error
     if top > vocab_size:
         raise ConfigError(
             f"--top ({top}) must not exceed the {vocab_size} tokens of '{model.folder}'; lower it"

@@ -61,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
 def folders_read(config: TrainConfig) -> list[str]:
     """Return the folders of other models that a new run reads."""
     distill = config.objective.distill
-    return [folder for folder in (config.init_from, distill and distill.teacher) if folder]
+    folders = (config.init_from, distill and distill.teacher)
+    return [name for name in folders if name and not name.endswith(".safetensors")]
 
 
 def _run(config: TrainConfig, resume: Resume | None) -> int:

@@ -6,6 +6,7 @@ rate, so that a trained model is exported like any other.
 
 from __future__ import annotations
 
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -16,13 +17,14 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import nn
 
-from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.config.base import TaggedConfig, require_count
+from moe_ffn.config.errors import ConfigError, first_line, show
 from moe_ffn.config.option_tree import merge, nest_options
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn.base import FFNConfig
 from moe_ffn.ffn.dense import ConvConfig, HiddenWidthConfig, IdentityConfig
 from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.model.norm import LayerNormConfig, RMSNormConfig
 from moe_ffn.routing.base import LinearRouterConfig
 
 if TYPE_CHECKING:
@@ -162,8 +164,9 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
     attention scores by the growth of the head width. Weight decay per step does not change. A model with the
     sizes of the base trains bit for bit as with `standard`.
 
-    The number of experts has no rule: each expert's matrices follow their own widths, and the weights of a
-    token's experts sum to about 1. Keep k / num_experts constant, or set `renormalize`.
+    The number of experts changes nothing: each expert's matrices and each row of the router follow their own
+    widths, and the weights of a token's experts sum to about 1. Keep k / num_experts constant, or set
+    `renormalize`.
     """
 
     type: Literal["completep"] = "completep"
@@ -178,6 +181,11 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
         Raises:
             ConfigError: the base is not a valid model.
         """
+        if "parametrization" in self.base:
+            raise ConfigError(
+                "parametrization: cannot be in a base, which lists sizes; leave it out"
+            )
+        require_count(self.base.get("num_layers", 1), "num_layers")
         options = merge(model.to_dict() | {"parametrization": "standard"}, self.base)
         options["num_layers"] = model.num_layers
         return type(model)(**options)
@@ -189,41 +197,59 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
     def unsupported_reason(self, model: DecoderConfig) -> str:
         if model.norm_placement != "pre":
             return f"needs norm_placement pre, got {model.norm_placement}; use standard"
+        if not isinstance(model.norm, RMSNormConfig | LayerNormConfig):
+            return f"has no rule for norm.type '{model.norm.type}'; use standard"
         for layer, ffn in enumerate(model.layer_ffns()):
             if part := next(_uncovered_options(ffn), None):
                 return f"has no rule for {part} in layer {layer}; use standard"
         try:
-            self.base_model(model)
-        except ConfigError as error:
+            base = self.base_model(model)
+        except (ConfigError, TypeError, ValueError) as error:
             return f"needs another base: {first_line(error)}"
+        width = next(_given_widths(model), None)
+        if (
+            width is not None
+            and base.d_model != model.d_model
+            and '"d_ff"' not in json.dumps(self.base)
+        ):
+            return (
+                f"needs d_ff in its base: this model has d_ff {show(width)}, which would be that of a "
+                f"base of d_model {base.d_model} too; add its own"
+            )
+        parameters, of_base = self._parameters(model, base, 1, 1)
+        if others := sorted(parameters.keys() ^ of_base.keys()):
+            return (
+                f"needs a base of other sizes only, but its model has other parameters "
+                f"({', '.join(others[:2])}); list only sizes"
+            )
         return ""
+
+    def _parameters(
+        self, model: DecoderConfig, base: DecoderConfig, *sizes: int
+    ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """Return name -> parameter, without values, of the model and of the base."""
+        plain = model.model_copy(update={"parametrization": StandardConfig()})
+        # These two models must not advance the generator that draws the model's own weights.
+        with torch.random.fork_rng(devices=[]):
+            large, small = plain.build_empty(*sizes), base.build_empty(*sizes)
+        return dict(large.named_parameters()), dict(small.named_parameters())
 
     def scales(
         self, model: DecoderConfig, vocab_size: int, max_seq_len: int
     ) -> dict[str, ParameterScale]:
         base = self.base_model(model)
-        plain = model.model_copy(update={"parametrization": StandardConfig()})
-        sizes = vocab_size, max_seq_len
-        # These two models must not advance the generator that draws the model's own weights.
-        with torch.random.fork_rng(devices=[]):
-            large, small = plain.build_empty(*sizes), base.build_empty(*sizes)
-        shapes = {name: parameter.shape for name, parameter in small.named_parameters()}
-        parameters = dict(large.named_parameters())
-        if parameters.keys() != shapes.keys():
-            raise ConfigError(
-                "model.parametrization.base: must change only sizes, but its model has other parameters "
-                f"({', '.join(sorted(parameters.keys() ^ shapes.keys())[:2])}); list only sizes"
-            )
-        parts, multipliers = parts_of(large), dict(self._multipliers(model, base))
+        parameters, of_base = self._parameters(model, base, vocab_size, max_seq_len)
+        multipliers = dict(self._multipliers(model, base))
         scales: dict[str, ParameterScale] = {}
         for name, parameter in parameters.items():
             module = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias")
             multiplier = multipliers.get(module) or multipliers.get(_within_layer(module), 1.0)
-            is_vector = parts[name] in ("embeddings", "output") or not is_matrix(name, parameter)
             scales[name] = ParameterScale(multiplier)
-            if not is_vector:
+            if name.startswith(LAYERS) and is_matrix(name, parameter):
+                (*_, out, into), (*_, base_out, base_into) = parameter.shape, of_base[name].shape
+                if module.endswith("router.projection"):
+                    out = base_out = 1  # each row makes one logit, however many experts there are
                 fused = num_fused(name)
-                (out, into), (base_out, base_into) = parameter.shape[-2:], shapes[name][-2:]
                 shape, base_shape = (out // fused, into), (base_out // fused, base_into)
                 scales[name] = ParameterScale(multiplier, shape, base_shape)
         return scales
@@ -252,13 +278,24 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
             query = f"attention.query.{0 if attention.latent.query_rank is None else 2}"
         yield (
             query,
-            math.sqrt(attention.score_width(base.d_model) / attention.score_width(model.d_model)),
+            math.sqrt(
+                base.attention.score_width(base.d_model) / attention.score_width(model.d_model)
+            ),
         )
 
 
 def _within_layer(module: str) -> str:
     """Return `ffn.experts.down` for `layers.3.ffn.experts.down`; an empty string outside the layers."""
     return module.split(".", 2)[-1] if module.startswith(LAYERS) else ""
+
+
+def _given_widths(model: DecoderConfig) -> Iterator[Any]:
+    """Yield the `d_ff` that options set, rather than d_model."""
+    for ffn in model.layer_ffns():
+        shared = getattr(ffn, "shared_expert", None)
+        for part in (ffn, getattr(ffn, "experts", None), shared):
+            if (width := getattr(part, "d_ff", None)) is not None:
+                yield width
 
 
 def _uncovered_options(ffn: FFNConfig) -> Iterator[str]:

@@ -20,6 +20,7 @@ from moe_ffn.data.corpus import CorpusConfig, Document
 from moe_ffn.ffn import FFNConfig, IdentityConfig
 from moe_ffn.model.decoder import Block, Decoder
 from moe_ffn.model.norm import NormConfig
+from moe_ffn.model.parametrization import StandardConfig
 from moe_ffn.model.positions import Positions, PositionsConfig
 from moe_ffn.routing.base import RouterConfig
 from moe_ffn.runs.config import TrainConfig
@@ -138,7 +139,13 @@ def _small_model(config: TrainConfig, checks: PartChecks, **changes: object) -> 
     """Return a model of one layer, after one forward pass."""
     attention = config.model.attention.model_copy(update={"window_at": ":"})
     one_layer = config.model.model_copy(
-        update={"num_layers": 1, "ffn_at": {}, "attention": attention, **changes}
+        update={
+            "num_layers": 1,
+            "ffn_at": {},
+            "attention": attention,
+            "parametrization": StandardConfig(),  # its base may not fit one layer
+            **changes,
+        }
     )
     decoder = one_layer.build(VOCAB_SIZE, config.data.seq_len).to(checks.device)
     if not decoder(checks.token_ids_BS()).logits.isfinite().all():

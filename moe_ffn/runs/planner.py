@@ -191,6 +191,7 @@ def activations_of(
         smaller = {
             **model.to_dict(),
             "attention": {**model.attention.to_dict(), "window_at": ":"},
+            "parametrization": "standard",  # the base of another may not fit these blocks
             "num_layers": len(ffns),
             "ffn": ffns[0].to_dict(),
             "ffn_at": {str(layer): ffn.to_dict() for layer, ffn in enumerate(ffns)},

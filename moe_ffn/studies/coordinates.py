@@ -22,6 +22,7 @@ from moe_ffn.model.attention import LatentAttention, SelfAttention
 from moe_ffn.model.decoder import Block, Decoder
 from moe_ffn.routing.base import RouterLinear
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.memory import check_fits
 from moe_ffn.studies.timing import Training
 
 ROWS = ("embeddings", "attention", "router logits", "feed-forward", "residual stream", "logits")
@@ -69,6 +70,8 @@ def measure_coordinates(
     configs = [
         validate(TrainConfig, merge(options, nest_options([(option, value)]))) for value in values
     ]
+    for sized in configs:
+        check_fits(sized)
     data = prepare(config.data)
     before_and_change = [_measure(sized, data, num_steps) for sized in configs]
     activations, updates = (

@@ -314,14 +314,15 @@ def refined_groups(
     parts = parts_of(model)
     refined: list[dict[str, Any]] = []
     for group in groups:
-        members: dict[tuple[Part | None, float], list[nn.Parameter]] = {}
+        # Keyed by what no option of the optimizer changes: a resumed run keeps the order of parameters.
+        members: dict[tuple[Part | None, ParameterScale | None], list[nn.Parameter]] = {}
         for parameter in group["params"]:
             name = names[id(parameter)]
             part = parts[name] if parts[name] in config.groups else None
-            factor = config.learning_rate_factor(scales[name], group) if name in scales else None
-            members.setdefault((part, factor or 1.0), []).append(parameter)
-        for (part, factor), parameters in members.items() or [((None, 1.0), [])]:
+            members.setdefault((part, scales.get(name)), []).append(parameter)
+        for (part, scale), parameters in members.items() or [((None, None), [])]:
             options = GroupConfig() if part is None else config.groups[part]
+            factor = (scale and config.learning_rate_factor(scale, group)) or 1.0
             decay = group["weight_decay"] if options.weight_decay is None else options.weight_decay
             own = {**group, "params": parameters, "weight_decay": decay / factor}
             if (total := factor * options.learning_rate_factor) != 1:

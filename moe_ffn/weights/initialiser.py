@@ -86,6 +86,7 @@ def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock
     last = configs[-1]
     options: dict[str, Any] = {
         **decoder.config.to_dict(),
+        "parametrization": "standard",  # its base may not fit other blocks, and the weights are given
         "ffn": last.to_dict(),
         "ffn_at": {str(i): c.to_dict() for i, c in enumerate(configs) if c != last},
     }
@@ -93,7 +94,7 @@ def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock
         config = validate(DecoderConfig, options)
     replaced = {id(cast("Block", decoder.layers[i]).ffn): block for i, (_, block) in blocks.items()}
     result = copy.deepcopy(decoder, replaced)  # deepcopy takes the new blocks from its memo
-    result.config = config
+    result.config, result.scales = config, {}
     return result
 
 

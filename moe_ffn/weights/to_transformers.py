@@ -392,6 +392,8 @@ _TRAINING_ONLY = {
 def _is_training_only(path: str) -> bool:
     if path.startswith("sparse.capacity."):
         return _last(path) not in ("eval_factor", "per_sequence")
+    if path.startswith("parametrization."):
+        return True
     # Attention of transformers has dropout too.
     return path != "attention.dropout" and _last(path) in _TRAINING_ONLY
 

@@ -13,15 +13,20 @@ import torch
 import yaml
 from torch import nn
 
+from moe_ffn import load_pretrained, load_transformers, save_pretrained
 from moe_ffn.cli import coordinates
 from moe_ffn.config.option_tree import nest_options
 from moe_ffn.config.yaml_files import validate
+from moe_ffn.ffn import IdentityConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.parametrization import PARTS, parts_of
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.identity import fixed_options
+from moe_ffn.runs.planner import DEVICES, plan_layouts
 from moe_ffn.studies.coordinates import Coordinates, measure_coordinates
 from moe_ffn.training.optimizer import Muon
+from moe_ffn.weights import export_transformers
+from moe_ffn.weights.initialiser import with_blocks
 from tests.helpers.cases import answers, cases, refuses
 
 MOE = {
@@ -281,6 +286,8 @@ MISTAKES = """
     --option (model.num_layers): give its values with --sizes, such as --sizes 2 4 8
 --option model.widht --sizes 1 2
     model.widht: unknown
+--option seed --sizes 1 2
+    --option (seed): must be a size of the model; give one, such as model.num_layers
 --sizes 8 9
     model: attention.num_heads (4) must divide d_model (9), or set attention.head_dim
 """
@@ -289,6 +296,86 @@ MISTAKES = """
 @pytest.mark.parametrize(("typed", "message"), answers(MISTAKES))
 def test_a_wrong_size_is_refused(typed: str, message: str) -> None:
     refuses(lambda: coordinates.main([*SMALL, *typed.split()]), message)
+
+
+HEADS: list[tuple[dict[str, Any], dict[str, Any], float]] = [
+    ({"num_heads": 16}, {"attention.num_heads": 4}, 1.0),
+    ({"head_dim": 8}, {"attention.head_dim": 2}, 0.5),
+    ({"head_dim": 8}, {}, 1.0),
+    ({}, {}, 0.5),
+]
+
+
+@pytest.mark.parametrize(("attention", "base", "factor"), HEADS)
+def test_scores_follow_the_width_of_a_head(
+    attention: dict[str, Any], base: dict[str, Any], factor: float
+) -> None:
+    rule = {"type": "completep", "base": {**BASE, **base}}
+    model = build(config(model__attention=attention, model__parametrization=rule))
+    assert model.scales["layers.0.attention.query.weight"].multiplier == factor
+
+
+@both
+def test_a_row_of_the_router_does_not_depend_on_the_number_of_experts(optimizer: str) -> None:
+    found: list[tuple[float, float]] = []
+    for num_experts in (4, 8, 128):
+        own = config(
+            model__parametrization=COMPLETEP,
+            model__ffn={**MOE, "num_experts": num_experts},
+            optimizer={"type": optimizer, "learning_rate": 1.0},
+        )
+        model = build(own)
+        router = model.get_parameter("layers.0.ffn.router.projection.weight")
+        (rate,) = (
+            group["lr"]
+            for group in own.optimizer.build(model).param_groups
+            if any(parameter is router for parameter in group["params"])
+        )
+        longest = max(router.shape)  # Muon's own factor; its rows have norm 1, or sqrt(64 / E)
+        scaled = 0.2 * longest**0.5 * min(1, (64 / num_experts) ** 0.5)
+        found.append((router.std().item(), rate * (scaled if optimizer == "muon" else 1)))
+    for std, rate in found:
+        assert std == pytest.approx(found[0][0], rel=0.1)
+        assert rate == pytest.approx(found[0][1], rel=1e-6)
+
+
+def test_a_resumed_optimizer_keeps_the_order_of_its_parameters() -> None:
+    """Under a rate that its options change, two shapes may have the same factor, or not."""
+    model = build(config(model__parametrization=COMPLETEP))
+    orders = [
+        [[id(parameter) for parameter in group["params"]] for group in built.param_groups]
+        for options in ({}, {"adjust_lr_fn": "original"}, {"momentum": 0.5, "weight_decay": 0.0})
+        for built in [config(optimizer=options).optimizer.build(model)]
+    ]
+    assert orders[0] == orders[1] == orders[2]
+    sizes = [[parameter.shape for parameter in model.parameters()]]
+    assert sum(map(len, orders[0])) == len(sizes[0])
+
+
+def test_an_exported_model_computes_the_same(tmp_path: Path) -> None:
+    ffn = {**MOE, "shared_expert": None, "experts": {"type": "swiglu", "d_ff": 40}}
+    model = build(config(model__ffn=ffn, model__parametrization=COMPLETEP)).float()
+    ids = torch.arange(LENGTH).unsqueeze(0)
+    with torch.no_grad():
+        export_transformers(model, tmp_path / "exported")
+        read = load_transformers(tmp_path / "exported")
+        torch.testing.assert_close(read(ids).logits, model(ids).logits)
+        save_pretrained(model, tmp_path / "own")
+        assert torch.equal(load_pretrained(tmp_path / "own")(ids).logits, model(ids).logits)
+
+
+def test_other_blocks_are_planned_and_given_to_a_model_whose_base_has_not_got_them() -> None:
+    base = {"d_model": 16, "ffn.num_experts": 2}
+    own = config(
+        model__ffn={**MOE, "experts": "swiglu"},
+        model__ffn_at={"0": "swiglu"},
+        model__parametrization={"type": "completep", "base": base},
+    )
+    (plan,) = plan_layouts(own, 1, DEVICES["h100"])
+    assert plan.fits
+    dense = IdentityConfig()
+    changed = with_blocks(build(own), {0: (dense, dense.build(64))})
+    assert changed.config.parametrization.type == "standard"
 
 
 # -- options of parts
@@ -362,6 +449,21 @@ REFUSED = """
     (18), or set attention.head_dim
 {model.parametrization.base.width: 8}
     model: parametrization.type ('completep') needs another base: width: unknown
+{model.parametrization.base.num_layers: 0}
+    model: parametrization.type ('completep') needs another base: num_layers must be at least 1, got 0
+{model.parametrization.base.num_layers: four}
+    model: parametrization.type ('completep') needs another base: num_layers must be a whole number, got
+    'four'
+{model.parametrization.base.parametrization: standard}
+    model: parametrization.type ('completep') needs another base: parametrization: cannot be in a base, which
+    lists sizes; leave it out
+{model.parametrization: {type: completep, base: {d_model: 16}}}
+    model: parametrization.type ('completep') needs d_ff in its base: this model has d_ff 40, which would be
+    that of a base of d_model 16 too; add its own
+{model.parametrization.base.ffn.shared_expert: null}
+    model: parametrization.type ('completep') needs a base of other sizes only, but its model has other
+    parameters (layers.0.ffn.shared_expert.down.weight, layers.0.ffn.shared_expert.up.weight); list only
+    sizes
 {model.parametrization: completep}
     model.parametrization.base: missing; this option has no default
 {model.ffn: {type: conv}}
@@ -388,13 +490,3 @@ REFUSED = """
 def test_what_has_no_rule_is_refused_by_path(options: str, message: str) -> None:
     given = {"model.parametrization": COMPLETEP, **yaml.safe_load(options)}
     refuses(lambda: config(**given), message)
-
-
-def test_a_base_may_change_sizes_alone() -> None:
-    base = {"d_model": 16, "ffn.shared_expert": None}
-    own = config(model__parametrization={"type": "completep", "base": base})
-    refuses(
-        lambda: build(own),
-        "model.parametrization.base: must change only sizes, but its model has other parameters "
-        "(layers.0.ffn.shared_expert.down.weight, layers.0.ffn.shared_expert.up.weight); list only",
-    )
