@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     console.print(
         f"Root mean squares of activations before training, and of their change in {flags.steps} steps, "
-        f"{config.optimizer.type}, {config.model.parametrization.type}"
+        f"{config.optimizer.type}, {config.model.parametrization.type}",
+        soft_wrap=True,
     )
     console.print(_table(found))
     console.print(_verdict(found), soft_wrap=True)
