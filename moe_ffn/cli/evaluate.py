@@ -165,9 +165,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--top",
         type=whole(1),
-        default=16,
         metavar="N",
-        help="with --store-answers: number of tokens to store at each position (%(default)s)",
+        help="with --store-answers: number of tokens to store at each position (16)",
     )
     parser.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"

@@ -181,6 +181,26 @@ def test_a_run_learns_from_stored_answers_as_from_their_teacher(
     )
 
 
+def test_stored_answers_take_no_place_of_another_file(run_train: Any, tmp_path: Path) -> None:
+    run = run_train(tmp_path, "--trainer.max_steps", "1").folder
+    weights = run / "model" / "model.safetensors"
+    before = weights.read_bytes()
+
+    done = run_here(str(run), "--store-answers", str(weights), program=EVALUATE)
+
+    assert done.code == 2
+    assert f"--store-answers: '{weights}' exists and is not a file of stored answers" in done.stderr
+    assert weights.read_bytes() == before
+    for _ in range(2):  # one of its own is replaced
+        file = str(tmp_path / "answers.safetensors")
+        assert run_here(str(run), "--store-answers", file, program=EVALUATE).code == 0
+    alone = run_here(str(run), "--top", "3", program=EVALUATE)
+    assert alone.code == 2
+    assert (
+        "--top: needs --store-answers; add --store-answers FILE, or leave --top out" in alone.stderr
+    )
+
+
 def test_an_interrupted_file_of_answers_leaves_nothing(tmp_path: Path) -> None:
     def parts() -> Iterator[Answers]:
         yield Answers.of(torch.randn(3, 8), 2)
