@@ -187,8 +187,12 @@ def test_training_equals_factors_in_the_forward_pass(
     assert found[-1] < found[0] - 0.05
 
 
+def mup_width(parameter: Any) -> float:
+    return parameter.infshape.width_mult()
+
+
 @pytest.mark.slow
-def test_rates_and_initial_values_are_those_of_mup() -> None:
+def test_rates_and_initial_routers_are_those_of_mup() -> None:
     """Only the width grows, with the number of heads. `make clients` installs mup.
 
     Its readouts, the router and the output matrix, have a factor 1 / width in the forward pass.
@@ -213,7 +217,7 @@ def test_rates_and_initial_values_are_those_of_mup() -> None:
         for p in group["params"]
     }
     for name, parameter in standard.named_parameters():
-        width = parameter.infshape.width_mult()
+        width = mup_width(parameter)
         is_readout = name.endswith("router.projection.weight") or name == "final_norm.weight"
         rate = wanted[id(parameter)]["lr"] / (width if is_readout else 1)
         assert found[name]["lr"] == pytest.approx(rate), name

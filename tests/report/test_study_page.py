@@ -205,7 +205,8 @@ def test_points_over_the_expansion_have_their_number_of_experts_and_round_ticks(
 
 def test_sizes_within_a_power_of_two_are_the_ticks() -> None:
     lines = [SizedLine("model", {182_144: [4.3], 198_272: [4.2], 230_528: [4.1]})]
-    ticks = over_sizes(lines, "forward FLOPs per token", "").layout.xaxis
+    layout: Any = over_sizes(lines, "forward FLOPs per token", "").layout
+    ticks = layout.xaxis
     assert ticks.tickvals == (182_144, 198_272, 230_528)
     assert ticks.ticktext == ("182.14 k", "198.27 k", "230.53 k")
 
