@@ -73,7 +73,7 @@ def _add_flags(parser: Parser) -> None:
         type=whole(1, MAX_COUNT),
         nargs="+",
         metavar="NUMBER",
-        help="sizes to train, as values of --option (1, 2, 4 and 8 times model.d_model)",
+        help="sizes to train, as values of --option (1, 2, 4 and 8 times d_model, the base's if given)",
     )
     parser.add_argument(
         "--steps", type=whole(1, 1000), default=4, metavar="N", help="training steps (%(default)s)"

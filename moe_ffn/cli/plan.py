@@ -21,7 +21,6 @@ from moe_ffn.report.html import OPENING, compact
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, LayoutPlan, plan_layouts
-from moe_ffn.training.distillation import ANSWERS_SUFFIX
 from moe_ffn.weights.init_from import model_of_source
 
 MAX_RANKS = 2**16
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     check_output("--plot", flags.plot, OPENING)
     teacher = None
     distill = config.objective.distill
-    if distill is not None and not distill.teacher.endswith(ANSWERS_SUFFIX):
+    if distill is not None and not distill.is_stored:
         teacher = model_of_source(distill.teacher, "objective.distill.teacher")
     plans = plan_layouts(config, flags.gpus, device, flags.efficiency, teacher)
     if flags.plot is not None:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     with trust.accepting_code(flags.trust_code):
         resume = None if flags.resume is None else find_resume(flags.resume, options)
         config = parse(options) if resume is None else resume.config
-        if flags.trust_code and resume is None and not folders_read(config):
+        if flags.trust_code and resume is None and not reads_a_folder(config):
             raise ConfigError(
                 f"{trust.FLAG}: applies to the folders of --resume, init_from and objective.distill.teacher, "
                 "but this run reads none; leave it out, since a class that you name yourself is trusted"
@@ -58,11 +58,10 @@ def main(argv: Sequence[str]) -> int:
         return _run(config, resume)
 
 
-def folders_read(config: TrainConfig) -> list[str]:
-    """Return the folders of other models that a new run reads."""
+def reads_a_folder(config: TrainConfig) -> bool:
+    """Return True if a new run reads the folder of another model."""
     distill = config.objective.distill
-    folders = (config.init_from, distill and distill.teacher)
-    return [name for name in folders if name and not name.endswith(".safetensors")]
+    return config.init_from is not None or (distill is not None and not distill.is_stored)
 
 
 def _run(config: TrainConfig, resume: Resume | None) -> int:

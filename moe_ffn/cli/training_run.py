@@ -37,7 +37,7 @@ from moe_ffn.runs.reader import read_weights
 from moe_ffn.runs.resume import ResumePoint, find_resume_point, resume_hint, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.runs.validate import find_hardware, require_valid
-from moe_ffn.training.distillation import ANSWERS_SUFFIX, DistillConfig, StoredAnswers
+from moe_ffn.training.distillation import DistillConfig, StoredAnswers
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
@@ -171,7 +171,7 @@ def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | StoredAns
     """
     if config.objective.distill is None:
         return None
-    if config.objective.distill.teacher.endswith(ANSWERS_SUFFIX):
+    if config.objective.distill.is_stored:
         return read_answers(config, data, config.objective.distill)
     source = read_source(config.objective.distill.teacher, "objective.distill.teacher")
     source.require_same_tokens(data.tokenizer)

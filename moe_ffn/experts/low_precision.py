@@ -61,9 +61,8 @@ def power_of_two_scales(largest_exponent: int) -> ScaleRule:
         exponent = torch.frexp(largest).exponent - 1 - largest_exponent
         exponent = exponent.where(largest > 0, -127).clamp(-127, 127)
         scale = torch.ldexp(torch.ones_like(largest), exponent)
-        return scale.where(
-            largest.isfinite(), torch.nan
-        ), None  # a diverged run must not look finite
+        scale = scale.where(largest.isfinite(), torch.nan)  # a diverged run must not look finite
+        return scale, None
 
     return scales
 

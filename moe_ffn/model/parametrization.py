@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field
@@ -40,8 +40,6 @@ Part = Literal[
 ]
 """Part of a model that may have its own learning rate. `ffn_up` and `ffn_down` are the matrices into and out
 of the hidden units of experts, shared experts and dense blocks; `output` is an untied output matrix."""
-
-PARTS: tuple[Part, ...] = get_args(Part)
 
 _FUSED = {"gate_up": 2}
 """Name of a parameter or its module -> number of matrices that the parameter concatenates."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.files import kind_of
+from moe_ffn.files import kind_of, replacing
 
 ANSWERS_SUFFIX = ".safetensors"
 """Suffix of a file of stored answers; a teacher without it is a folder."""
@@ -43,6 +43,11 @@ class DistillConfig(Config, frozen=True):
     """Weight of the distillation loss, from 0 to 1; 1 ignores the next tokens of the text."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Divisor of the logits of teacher and student; above 1, unlikely tokens count more."""
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the teacher is a file of stored answers instead of a folder."""
+        return self.teacher.endswith(ANSWERS_SUFFIX)
 
 
 def distillation_loss(
@@ -142,18 +147,13 @@ def write_answers(
         header[name] = {"dtype": dtype, "shape": [num_positions, *row], "data_offsets": ends[-2:]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            places = [8 + len(text) + end for end in ends]
-            for part in parts:
-                for index, values in enumerate(astuple(part)):
-                    file.seek(places[index])
-                    places[index] += file.write(values.cpu().numpy().tobytes())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        places = [8 + len(text) + end for end in ends]
+        for part in parts:
+            for index, values in enumerate(astuple(part)):
+                file.seek(places[index])
+                places[index] += file.write(values.cpu().numpy().tobytes())
 
 
 class StoredAnswers:

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from moe_ffn.config.option_tree import nest_options
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn import IdentityConfig
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.model.parametrization import PARTS, parts_of
+from moe_ffn.model.parametrization import Part, parts_of
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.identity import fixed_options
 from moe_ffn.runs.planner import DEVICES, plan_layouts
@@ -403,7 +403,7 @@ def test_every_parameter_belongs_to_a_part() -> None:
         "layers.0.ffn.shared_expert.down.weight": "ffn_down",
     }
     assert {name: found[name] for name in expected} == expected
-    assert set(found.values()) <= set(PARTS)
+    assert set(found.values()) <= set(get_args(Part))
     assert len(found) == len(list(model.parameters()))
 
 
