@@ -1,0 +1,530 @@
+"""What to try first on a kind of GPU: exactness, waits, speed, memory, and a training run.
+
+    python -m experiments.benchmark.first_hour [--output docs/performance] [--only SECTION ...]
+
+Writes <output>/<gpu>.md after every section, so an interrupted run keeps what it found. On a machine without
+a GPU, small layers try all parts that need none; Triton then runs in its interpreter.
+
+T tokens, D model width, F expert width, E experts, K experts per token, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.benchmark.__main__ import describe_machine
+from experiments.benchmark.layers import (
+    AUTO,
+    DENSE,
+    Case,
+    Layer,
+    dense_layer,
+    in_evaluation,
+    sparse_layers,
+)
+from experiments.benchmark.peers import TRAINING_PEERS
+from experiments.benchmark.session import Candidate, Session, amount
+from experiments.benchmark.shapes import Shape
+from experiments.benchmark.suites import peak_bytes
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.parser import Parser, whole
+from moe_ffn.config.errors import first_line
+from moe_ffn.ffn.dispatch import make_plan
+from moe_ffn.files import make_folder, write_atomically
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.select import BACKENDS, run_experts, unsupported_reason
+from moe_ffn.outputs import Plan
+from moe_ffn.runs.reader import load_run
+
+COMMAND = "python -m experiments.benchmark.first_hour"
+
+MODELS = {
+    "OLMoE 1B-7B": Shape(32768, 2048, 1024, 64, 8, "bf16"),
+    "Qwen3 30B-A3B": Shape(32768, 2048, 768, 128, 8, "bf16"),
+    "Qwen3 30B-A3B, few tokens": Shape(8192, 2048, 768, 128, 8, "bf16"),
+    "Mixtral 8x7B": Shape(16384, 4096, 14336, 8, 2, "bf16"),
+}
+"""Layers of published models -> their sizes, with the tokens of a training step on one GPU."""
+
+SMALL = {"a small layer": Shape(32, 32, 48, 4, 2, "fp32")}
+"""The same for a machine without a GPU."""
+
+EXACT = {"gpu": Shape(4096, 2048, 768, 16, 4, "bf16"), "cpu": Shape(24, 24, 40, 4, 2, "fp32")}
+"""Layer whose output and gradients are compared with float64."""
+
+MAX_ERROR = 2.0
+"""Largest error of a backend, as a multiple of the error of `loop` in the same dtype."""
+
+
+@dataclass
+class Hour:
+    """The device, and what was found on it."""
+
+    device: torch.device
+    output: Path
+    session: Session
+    rate: float = 0.0
+    """FLOP/s of a large dense bfloat16 product."""
+    todo: list[str] = field(default_factory=list)
+    """What to look at next."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def models(self) -> dict[str, Shape]:
+        return MODELS if self.on_gpu else SMALL
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+
+
+# ------------------------------------------------------------------------------------ sections
+
+
+def machine(hour: Hour) -> list[str]:
+    """Return the name of the GPU, versions, and the rates of a copy and of a dense product."""
+    lines = [describe_machine(hour.device) + "."]
+    if not hour.on_gpu:
+        return lines
+    import triton
+    from triton.testing import do_bench
+
+    properties = torch.cuda.get_device_properties(hour.device)
+    big = torch.empty(2**31, dtype=torch.uint8, device=hour.device)
+    seconds = do_bench(big.clone, return_mode="median") / 1e3
+    rows: list[tuple[str, str]] = [
+        ("triton, CUDA", f"{triton.__version__}, {torch.version.cuda}"),
+        ("compute capability", f"{properties.major}.{properties.minor}"),
+        ("multiprocessors", str(properties.multi_processor_count)),
+        ("memory", f"{properties.total_memory / 2**30:.0f} GiB"),
+        ("a copy reads and writes", f"{2 * big.numel() / seconds / 1e12:.2f} TB/s"),
+    ]
+    del big
+    for name, dtype, precision in (
+        ("bfloat16", torch.bfloat16, "highest"),
+        ("float32 as tf32", torch.float32, "high"),
+        ("float32", torch.float32, "highest"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        a, b = (torch.randn(8192, 8192, device=hour.device, dtype=dtype) for _ in range(2))
+        seconds = do_bench(lambda a=a, b=b: a @ b, return_mode="median") / 1e3
+        hour.rate = hour.rate or 2 * 8192**3 / seconds
+        rows.append(
+            (f"product of 8192 x 8192, {name}", f"{2 * 8192**3 / seconds / 1e12:.0f} TFLOP/s")
+        )
+    torch.set_float32_matmul_precision("highest")
+    return [*lines, "", *table(("", ""), rows)]
+
+
+def exactness(hour: Hour) -> list[str]:
+    """Compare output and gradients of every backend and dtype with `loop` in float64."""
+    shape = EXACT[("cpu", "gpu")[hour.on_gpu]]
+    dtypes = [("bf16", "highest"), ("fp16", "highest"), ("fp32", "highest")]
+    dtypes += [("fp32", "high")] if hour.on_gpu else []
+    rows: list[list[object]] = []
+    for dtype, precision in dtypes:
+        torch.set_float32_matmul_precision(precision)
+        name = "tf32" if precision == "high" else dtype
+        case = Case.of(replace(shape, dtype=dtype), hour.device)
+        given = arguments_of(case)
+        torch.set_float32_matmul_precision("highest")
+        wanted = derivatives("loop", *in_float64(*given), case.tokens.grad_BSD.double())
+        torch.set_float32_matmul_precision(precision)
+        of_loop: dict[str, float] = {}
+        for backend in BACKENDS:
+            if (reason := unsupported_reason(backend, given[0], given[2])) is not None:
+                rows.append([name, backend, f"not run: it {reason}"])
+                continue
+            got = derivatives(backend, *given, case.tokens.grad_BSD)
+            again = derivatives(backend, *given, case.tokens.grad_BSD)
+            errors = {key: relative_error(got[key], wanted[key]) for key in wanted}
+            of_loop = of_loop or errors
+            worst = max(errors[key] / max(of_loop[key], 1e-9) for key in errors)
+            repeats = all(torch.equal(got[key], again[key]) for key in got)
+            rows.append(
+                [
+                    name,
+                    backend,
+                    *(f"{e:.1e}" for e in errors.values()),
+                    f"{worst:.2f}",
+                    "yes" if repeats else "**no**",
+                ]
+            )
+            if not worst <= MAX_ERROR:  # NaN too
+                hour.todo.append(f"{backend} in {name} is {worst:.1f} times as inexact as `loop`.")
+            if backend == "triton" and not repeats:
+                hour.todo.append(f"triton in {name} does not repeat its bits.")
+    torch.set_float32_matmul_precision("highest")
+    headers = (
+        "dtype",
+        "backend",
+        "y",
+        "x",
+        "weights",
+        "gate and up",
+        "down",
+        "worst / loop",
+        "repeats",
+    )
+    said = (
+        f"Relative error of the output and of each gradient against `loop` in float64, at {shape}:"
+    )
+    return [said, "", *table(headers, [[*row, *[""] * (len(headers) - len(row))] for row in rows])]
+
+
+def arguments_of(case: Case) -> tuple[Tensor, Plan, ExpertWeights]:
+    """Return the tokens (T, D), the plan of the layer's router, and the weights, all as leaves."""
+    with torch.no_grad():
+        plan = make_plan(case.source(case.tokens.x_BSD).routing)
+    weights = case.source.experts.weights()
+    assert weights is not None
+    leaves = (None if w is None else w.detach().requires_grad_() for w in weights.parameters)
+    x_TD = case.tokens.x_BSD.detach().flatten(0, -2).requires_grad_()
+    plan = replace(plan, weights_N=plan.weights_N.detach().requires_grad_())
+    return x_TD, plan, weights.with_parameters(*leaves)
+
+
+def in_float64(
+    x_TD: Tensor, plan: Plan, weights: ExpertWeights
+) -> tuple[Tensor, Plan, ExpertWeights]:
+    """Return the same arguments as other leaves, in float64."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().double().requires_grad_()
+
+    parameters = (None if w is None else leaf(w) for w in weights.parameters)
+    plan = replace(plan, weights_N=leaf(plan.weights_N))
+    return leaf(x_TD), plan, weights.with_parameters(*parameters)
+
+
+def derivatives(
+    backend: str, x_TD: Tensor, plan: Plan, weights: ExpertWeights, grad: Tensor
+) -> dict[str, Tensor]:
+    """Return y, and the gradients of x, the pairs' weights and both matrices."""
+    y_TD = run_experts(x_TD, plan, weights, backend)
+    leaves = {"x": x_TD, "weights": plan.weights_N, "up": weights.up_EHD, "down": weights.down_EDF}
+    found = torch.autograd.grad(y_TD, list(leaves.values()), grad.view_as(y_TD))
+    return {"y": y_TD.detach(), **dict(zip(leaves, found, strict=True))}
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """Return |got - wanted| / |wanted|."""
+    return ((got.double() - wanted).norm() / wanted.norm()).item()
+
+
+def speed(hour: Hour) -> list[str]:
+    """Time every backend and installed library next to the dense block of equal active width."""
+    lines: list[str] = []
+    for model, shape in hour.models.items():
+        case = Case.of(shape, hour.device)
+        remarks: list[str] = []
+        layers = [
+            dense_layer(shape, hour.device),
+            *sparse_layers(case, list(BACKENDS), TRAINING_PEERS, remarks.append),
+        ]
+        training = [Candidate.training(layer, case.tokens, "training") for layer in layers]
+        peaks = {each.name: peak_bytes(each, hour.device) for each in training}
+        for each in training:
+            each.reset()
+        found = hour.session.time(training)
+        layers = [layers[0], *(in_evaluation(layer, case) for layer in layers[1:])]
+        evaluated = hour.session.time([forward_only(layer, case) for layer in layers])
+        rows: list[list[object]] = []
+        dense = found["training", DENSE].median
+        for layer in layers:
+            step, forward = found["training", layer.name], evaluated["forward", layer.name]
+            rows.append(
+                [
+                    layer.name,
+                    amount(step.median),
+                    f"{step.median / dense:.2f}",
+                    f"{shape.flops / step.median / 1e12:.3g}",
+                    amount(forward.median),
+                    f"{forward.median / evaluated['forward', DENSE].median:.2f}",
+                    amount(peaks[layer.name], "B"),
+                    layer.computes,
+                ]
+            )
+        ours = found["training", AUTO]
+        for (_, name), other in found.items():
+            if name != DENSE and other.median < 0.97 * ours.median:
+                hour.todo.append(
+                    f"{model}: {name} takes {other.median / ours.median:.2f} of our time."
+                )
+        headers = (
+            "layer",
+            "training step",
+            "/ dense",
+            "TFLOP/s",
+            "forward only",
+            "/ dense",
+            "peak memory",
+            "computes",
+        )
+        lines += [f"### {model}: {shape}", "", *table(headers, rows), ""]
+        lines += [f"- {remark}" for remark in remarks] + [""] * bool(remarks)
+    return lines
+
+
+def forward_only(layer: Layer, case: Case) -> Candidate:
+    """Time the layer in evaluation mode, without gradients."""
+    x_BSD = case.tokens.x_BSD.detach()
+
+    def run() -> None:
+        with torch.no_grad():
+            layer(x_BSD)
+
+    return Candidate("forward", layer.name, run, computes=layer.computes)
+
+
+def profile(hour: Hour) -> list[str]:
+    """List the GPU kernels of a training step of our layer."""
+    if not hour.on_gpu:
+        return ["Needs a GPU."]
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    lines: list[str] = []
+    for model, shape in hour.models.items():
+        case = Case.of(shape, hour.device)
+        (layer, *_) = sparse_layers(case, (), (), lines.append)
+        step = Candidate.training(layer, case.tokens, model)
+        step.run()
+        step.reset()
+        with profiler(activities=[ProfilerActivity.CUDA]) as recorded:
+            step.run()
+            torch.cuda.synchronize()
+        events: list[Any] = [e for e in recorded.key_averages() if e.self_device_time_total > 0]
+        events.sort(key=lambda event: -event.self_device_time_total)
+        total = sum(event.self_device_time_total for event in events)
+        rows = [
+            (
+                e.key[:60].replace("|", " "),
+                e.count,
+                f"{e.self_device_time_total:.0f}",
+                f"{e.self_device_time_total / total:.1%}",
+            )
+            for e in events[:12]
+        ]
+        count = sum(event.count for event in events)
+        lines += [f"{model}: {count} kernels, {total / 1e3:.2f} ms", ""]
+        lines += [*table(("kernel", "launches", "microseconds", "share"), rows), ""]
+    return lines
+
+
+def tests(hour: Hour) -> list[str]:
+    """Run the tests of the kernels, of waits and of several ranks on the GPU."""
+    chosen = ["tests/kernels/test_triton.py", "tests/kernels/test_gradient_memory.py"]
+    if torch.cuda.device_count() >= 2:
+        chosen.append("tests/training/test_parallel.py")
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-rf",
+        "-n",
+        "8",
+        "-m",
+        "gpu or not slow",
+        "-W",
+        "default",
+        *chosen,
+    ]
+    if not hour.on_gpu:
+        return [f"Needs a GPU: `python {' '.join(command)}`"]
+    lines = run_program(command).splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    hour.todo += failed
+    ranks = (
+        "" if torch.cuda.device_count() >= 2 else "Ranks by NCCL need two GPUs, and were not tried."
+    )
+    return [
+        f"`pytest {' '.join(chosen)}`: {lines[-1] if lines else 'said nothing'}",
+        *failed,
+        ranks,
+    ]
+
+
+SANITIZED = """
+import torch
+from moe_ffn import build_ffn
+torch.manual_seed(0)
+moe = build_ffn({"type": "moe", "num_experts": 5, "router": {"type": "top_k", "k": 2},
+                 "experts": {"type": "swiglu", "d_ff": 72, "backend": "triton"}}, d_model=80).cuda()
+for dtype in (torch.bfloat16, torch.float32):
+    moe(torch.randn(2, 75, 80, device="cuda", dtype=dtype).requires_grad_()).hidden.sum().backward() if (
+        moe.to(dtype)) else None
+torch.cuda.synchronize()
+"""
+
+
+def sanitizer(hour: Hour) -> list[str]:
+    """Look for reads and writes outside of tensors, and races, with NVIDIA's compute-sanitizer."""
+    program = shutil.which("compute-sanitizer")
+    if not hour.on_gpu or program is None:
+        return ["Needs a GPU and compute-sanitizer, a program of the CUDA toolkit."]
+    lines: list[str] = []
+    for tool in ("memcheck", "racecheck"):
+        command = [program, "--tool", tool, sys.executable, "-c", SANITIZED]
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        said = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+        lines.append(
+            f"- {tool}: {said[-1].strip('= ') if said else first_line(done.stderr or done.stdout)}"
+        )
+        if not said or ("0 errors" not in said[-1] and "0 hazards" not in said[-1]):
+            hour.todo.append(f"compute-sanitizer --tool {tool} has something to say.")
+    return lines
+
+
+def default_run(hour: Hour) -> list[str]:
+    """Train the default model for 60 steps on the GPU and on the CPU; print the losses."""
+    steps = 60 if hour.on_gpu else 4
+    kinds = [("cpu", "32-true")]
+    kinds += [("gpu", "32-true"), ("gpu", "bf16-mixed")] if hour.on_gpu else []
+    rows: list[list[object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for accelerator, precision in kinds:
+            name = f"{accelerator}-{precision}"
+            options = {
+                "run.name": name,
+                "run.output_dir": folder,
+                "trainer.accelerator": accelerator,
+                "trainer.precision": precision,
+                "trainer.max_steps": steps,
+                "trainer.validate_every_n_steps": steps,
+                "logging.every_n_steps": steps // 4,
+                "logging.wandb.mode": "disabled",
+                "sample.num_tokens": 1,
+            }
+            given = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+            if not hour.on_gpu:
+                given += [
+                    "--model.d_model",
+                    "16",
+                    "--model.num_layers",
+                    "1",
+                    "--data.batch_size",
+                    "2",
+                ]
+            start = time.perf_counter()
+            run_program(["-m", "experiments.train", *given], must_succeed=True)
+            seconds = time.perf_counter() - start
+            run = load_run(Path(folder) / name)
+            losses = run.series("train/loss")
+            speeds = run.series("train/tokens_per_second")
+            rows.append(
+                [
+                    accelerator,
+                    precision,
+                    " ".join(f"{value:.4f}" for value in losses.values),
+                    f"{run.series('validation/loss').values[-1]:.4f}",
+                    f"{speeds.values[-1]:,.0f}",
+                    f"{seconds:.0f} s",
+                ]
+            )
+    headers = ("device", "precision", "training losses", "validation", "tokens/s", "whole program")
+    return [f"`python -m experiments.train`, {steps} steps:", "", *table(headers, rows)]
+
+
+def run_program(arguments: Sequence[str], *, must_succeed: bool = False) -> str:
+    """Run Python with these arguments; return what it prints."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    if must_succeed and done.returncode:
+        raise RuntimeError(f"python {' '.join(arguments[:2])}: {done.stderr.strip()[-300:]}")
+    return done.stdout.strip()
+
+
+SECTIONS: dict[str, Callable[[Hour], list[str]]] = {
+    "machine": machine,
+    "exactness": exactness,
+    "speed": speed,
+    "profile": profile,
+    "default-run": default_run,
+    "tests": tests,
+    "sanitizer": sanitizer,
+}
+
+
+# ----------------------------------------------------------------------------------------- page
+
+
+def main(argv: Sequence[str]) -> int:
+    given = _parser().parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    hour = Hour(device, given.output, Session(list(BACKENDS), device, patience=given.patience))
+    name = torch.cuda.get_device_name() if hour.on_gpu else "cpu"
+    path = given.output / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
+    page = [f"# The first hour on {name}", "", f"Written by `{COMMAND}`."]
+    for section in given.only or SECTIONS:
+        start = time.perf_counter()
+        try:
+            lines = SECTIONS[section](hour)
+        except Exception as error:  # whatever a new GPU does, the other sections run
+            lines = [f"**Failed**: {type(error).__name__}: {first_line(error)}"]
+            hour.todo.append(f"The section {section} failed.")
+        print(f"{section}: {time.perf_counter() - start:.0f} s")
+        page += ["", f"## {section.capitalize().replace('-', ' ')}", "", *lines]
+        todo = [f"- {each}" for each in hour.todo] or ["Nothing was found."]
+        text = "\n".join([*page, "", "## What to do next", "", *todo, ""])
+        make_folder(path.parent)
+        write_atomically(path, re.sub(r"\n{3,}", "\n\n", text))
+    print(f"wrote {path}")
+    return 0
+
+
+def _parser() -> Parser:
+    listed = "\n".join(
+        f"  {name:12} {(section.__doc__ or '').partition('.')[0]}"
+        for name, section in SECTIONS.items()
+    )
+    parser = Parser(
+        prog=COMMAND,
+        description="Try the kernels on this GPU: are they exact, do they wait, how fast are they, what is next? "
+        "Without a GPU, small layers try all parts that need none.",
+        epilog=f"sections:\n{listed}",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("docs/performance"),
+        metavar="FOLDER",
+        help="folder of the page GPU.md (default: docs/performance)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(SECTIONS),
+        metavar="SECTION",
+        help="sections to run, from the list below; default: all",
+    )
+    parser.add_argument(
+        "--patience",
+        type=whole(1),
+        default=10,
+        metavar="SECONDS",
+        help="seconds after which a table of times gets fewer rounds (default: 10)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))
