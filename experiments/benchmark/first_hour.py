@@ -105,11 +105,13 @@ def machine(hour: Hour) -> list[str]:
     if not hour.on_gpu:
         return lines
     import triton
-    from triton.testing import do_bench
+    from triton import testing
+
+    bench: Any = testing.do_bench
 
     properties = torch.cuda.get_device_properties(hour.device)
     big = torch.empty(2**31, dtype=torch.uint8, device=hour.device)
-    seconds = do_bench(big.clone, return_mode="median") / 1e3
+    seconds = bench(big.clone, return_mode="median") / 1e3
     rows: list[tuple[str, str]] = [
         ("triton, CUDA", f"{triton.__version__}, {torch.version.cuda}"),
         ("compute capability", f"{properties.major}.{properties.minor}"),
@@ -125,7 +127,7 @@ def machine(hour: Hour) -> list[str]:
     ):
         torch.set_float32_matmul_precision(precision)
         a, b = (torch.randn(8192, 8192, device=hour.device, dtype=dtype) for _ in range(2))
-        seconds = do_bench(lambda a=a, b=b: a @ b, return_mode="median") / 1e3
+        seconds = bench(lambda a=a, b=b: a @ b, return_mode="median") / 1e3
         hour.rate = hour.rate or 2 * 8192**3 / seconds
         rows.append(
             (f"product of 8192 x 8192, {name}", f"{2 * 8192**3 / seconds / 1e12:.0f} TFLOP/s")
@@ -193,9 +195,11 @@ def exactness(hour: Hour) -> list[str]:
 def arguments_of(case: Case) -> tuple[Tensor, Plan, ExpertWeights]:
     """Return the tokens (T, D), the plan of the layer's router, and the weights, all as leaves."""
     with torch.no_grad():
-        plan = make_plan(case.source(case.tokens.x_BSD).routing)
+        routing = case.source(case.tokens.x_BSD).routing
     weights = case.source.experts.weights()
+    assert routing is not None
     assert weights is not None
+    plan = make_plan(routing)
     leaves = (None if w is None else w.detach().requires_grad_() for w in weights.parameters)
     x_TD = case.tokens.x_BSD.detach().flatten(0, -2).requires_grad_()
     plan = replace(plan, weights_N=plan.weights_N.detach().requires_grad_())
@@ -386,11 +390,10 @@ def sanitizer(hour: Hour) -> list[str]:
         command = [program, "--tool", tool, sys.executable, "-c", SANITIZED]
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        said = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
-        lines.append(
-            f"- {tool}: {said[-1].strip('= ') if said else first_line(done.stderr or done.stdout)}"
-        )
-        if not said or ("0 errors" not in said[-1] and "0 hazards" not in said[-1]):
+        said = [line.strip("= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
+        last = said[-1] if said else (done.stderr or done.stdout).strip()[-200:]
+        lines.append(f"- {tool}: {last}")
+        if not re.search(r"\b0 (errors|hazards)", last):
             hour.todo.append(f"compute-sanitizer --tool {tool} has something to say.")
     return lines
 
@@ -498,8 +501,8 @@ def _parser() -> Parser:
     )
     parser = Parser(
         prog=COMMAND,
-        description="Try the kernels on this GPU: are they exact, do they wait, how fast are they, what is next? "
-        "Without a GPU, small layers try all parts that need none.",
+        description="Try the kernels on this GPU: are they exact, do they wait, how fast are they? Without a "
+        "GPU, small layers try all parts that need none.",
         epilog=f"sections:\n{listed}",
     )
     parser.add_argument(
