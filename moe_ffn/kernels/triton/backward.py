@@ -188,20 +188,16 @@ def weight_gradient_kernel(
     output_grad_ptrs = output_grad_ptr + outs[None, :]
     input_ptrs = input_ptr + ins[None, :]
 
+    # The ids of the next rows are loaded one iteration ahead. Loaded in the same iteration, they would take
+    # up a stage of the pipeline: of three buffers one would be left.
+    rows = start + tl.arange(0, BLOCK_K)
+    output_rows = rows_of(output_ids_ptr, rows, end)
+    input_rows = rows_of(input_ids_ptr, rows, end)
     gradient = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
-    for k in range(start, end, BLOCK_K):
-        rows = k + tl.arange(0, BLOCK_K)
-        valid = rows < end
-        wide_rows = rows.to(tl.int64)
-        output_rows = wide_rows
-        input_rows = wide_rows
-        if output_ids_ptr is not None:
-            output_rows = tl.load(output_ids_ptr + rows, mask=valid, other=0).to(tl.int64)
-        if input_ids_ptr is not None:
-            input_rows = tl.load(input_ids_ptr + rows, mask=valid, other=0).to(tl.int64)
+    for _ in range(start, end, BLOCK_K):
         # Mask both: a row of the next expert, or an uncomputed row, may contain NaN.
-        output_mask = valid[:, None]
-        input_mask = valid[:, None]
+        output_mask = (rows < end)[:, None]
+        input_mask = (rows < end)[:, None]
         if OUT % BLOCK_M != 0:
             output_mask = output_mask & (outs < OUT)[None, :]
         if IN % BLOCK_O != 0:
@@ -209,6 +205,9 @@ def weight_gradient_kernel(
         output_grad_rows = output_grad_ptrs + output_rows[:, None] * output_grad_stride
         a = tl.load(output_grad_rows, mask=output_mask, other=0.0)
         b = tl.load(input_ptrs + input_rows[:, None] * input_stride, mask=input_mask, other=0.0)
+        rows += BLOCK_K
+        output_rows = rows_of(output_ids_ptr, rows, end)
+        input_rows = rows_of(input_ids_ptr, rows, end)
         gradient = dot(tl.trans(a), b, gradient, PRECISION)
 
     stored = (outs < OUT)[:, None] & (ins < IN)[None, :]
@@ -216,6 +215,15 @@ def weight_gradient_kernel(
         gradient_ptr + expert.to(tl.int64) * (OUT * IN) + outs[:, None] * IN + ins[None, :]
     )
     tl.store(gradient_ptrs, gradient.to(gradient_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def rows_of(ids_ptr, rows, end):
+    """Return the ids of these rows, 0 from `end` on; without ids, the rows themselves."""
+    if ids_ptr is None:
+        return rows.to(tl.int64)
+    else:
+        return tl.load(ids_ptr + rows, mask=rows < end, other=0).to(tl.int64)
 
 
 @triton.jit

@@ -10,7 +10,6 @@ width
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,77 +27,72 @@ from moe_ffn.kernels.triton.backward import (
 from moe_ffn.kernels.triton.forward import combine_kernel, hidden_kernel, product_kernel
 
 # ------------------------------------------------------------------------------ tile sizes
-#
-# A tile has M rows and O columns, and sums K terms at a time. At its first call with two widths and a dtype,
-# each kernel times every tile size of its list and keeps the fastest. The sizes fit into a Hopper
-# multiprocessor (228 KB of shared memory, 64 K registers) without spilling. A test compiles them all.
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of M rows by O columns, of which a program sums K terms at a time."""
+
+    m: int
+    o: int
+    k: int
+    stages: int
+    """Number of buffers: loads run ahead of the products by one less."""
+    warps: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        blocks = {"BLOCK_M": self.m, "BLOCK_O": self.o, "BLOCK_K": self.k}
+        return {**blocks, "num_stages": self.stages, "num_warps": self.warps}
+
+
+Tiles = dict[str, dict[int, Tile]]
+"""Kernel -> rows per expert from which a tile is used -> that tile."""
+
+# Chosen by what is known before a launch, never by a stopwatch: the tile sets the order of sums, so times
+# would make the bits of a run depend on what else the machine does.
+
+HOPPER: Tiles = {
+    "hidden": {
+        0: Tile(16, 64, 128, 3, 4),
+        24: Tile(64, 64, 64, 4, 4),
+        192: Tile(128, 128, 64, 3, 8),
+    },
+    "product": {
+        0: Tile(16, 64, 128, 3, 4),
+        24: Tile(64, 128, 64, 4, 4),
+        192: Tile(128, 256, 64, 3, 8),
+    },
+    "hidden_gradient": {0: Tile(64, 64, 64, 4, 4), 192: Tile(128, 128, 64, 3, 8)},
+    "weight_gradient": {0: Tile(128, 256, 64, 3, 8)},
+}
+"""For 228 KB of shared memory a multiprocessor."""
+
+FLOAT32: Tiles = {key: {0: Tile(64, 64, 32, 3, 4)} for key in HOPPER}
+"""For float32, whose tiles take twice the shared memory."""
+
+INTERPRETED: Tiles = {key: {0: Tile(16, 16, 16, 1, 1)} for key in HOPPER}
+"""The smallest, so that the small layers of tests have several tiles."""
 
 GROUP = 2 if knobs.runtime.interpret else 8
 """Number of slots of rows in a group; see `forward.find_tile`."""
 
+_FUSED = {"enable_fp_fusion": True}
+"""Fused multiply-add, set explicitly because Triton's default is about to change."""
 
-def _configs(*tiles: tuple[int, int, int, int, int]) -> list[triton.Config]:
-    """Return Triton configs of tiles (M, O, K, stages, warps)."""
-    return [
-        triton.Config(
-            {"BLOCK_M": m, "BLOCK_O": o, "BLOCK_K": k}, num_stages=stages, num_warps=warps
-        )
-        for m, o, k, stages, warps in tiles
-    ]
-
-
-HIDDEN = _configs((128, 128, 64, 3, 8), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4))
-HIDDEN_GRADIENT = _configs((128, 128, 64, 3, 8), (128, 64, 64, 4, 8), (64, 64, 64, 4, 4))
-PRODUCT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (64, 128, 64, 4, 4))
-WEIGHT_GRADIENT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 64, 64, 4, 4))
-
-FLOAT32 = _configs((64, 64, 32, 3, 4))
-"""Tile of every kernel in float32; the other tiles would need twice the shared memory, and compile slowly."""
-
-INTERPRETED = _configs((16, 16, 16, 1, 1))
-"""Smallest tile, so that the small layers of tests have several tiles."""
-
-MIN_BLOCK_O = 16 if knobs.runtime.interpret else 64
-"""Columns of the narrowest tile."""
-
-
-def tuned(kernel: Any, configs: list[triton.Config], key: list[str], *reset: str) -> Any:
-    """Return `kernel` with the fastest of `configs` for each value of `key` and each dtype.
-
-    The number of pairs is not in the key, because it changes at every step.
-
-    Args:
-        kernel: a Triton kernel.
-        configs: tile sizes to choose from.
-        key: names of the arguments whose change requires a new choice.
-        reset: names of the pointers whose values are zeroed before each trial.
-    """
-
-    def for_dtype(
-        configs: list[triton.Config], arguments: dict[str, Any], **_: Any
-    ) -> list[triton.Config]:
-        first = next(iter(arguments.values()))
-        return [c for c in configs if (c in FLOAT32) == (first.dtype == torch.float32)]
-
-    return triton.autotune(
-        INTERPRETED if knobs.runtime.interpret else [*configs, *FLOAT32],
-        key=key,
-        reset_to_zero=reset,
-        prune_configs_by={"early_config_prune": for_dtype},
-    )(kernel)
-
-
-_hidden_kernel: Any = tuned(hidden_kernel, HIDDEN, ["D", "F"])
-_hidden_gradient_kernel: Any = tuned(
-    hidden_gradient_kernel, HIDDEN_GRADIENT, ["D", "F"], "d_weights_ptr"
-)
-_product_kernel: Any = tuned(product_kernel, PRODUCT, ["IN", "OUT"])
-_weight_gradient_kernel: Any = tuned(weight_gradient_kernel, WEIGHT_GRADIENT, ["IN", "OUT"])
+_hidden_kernel: Any = hidden_kernel
+_hidden_gradient_kernel: Any = hidden_gradient_kernel
+_product_kernel: Any = product_kernel
+_weight_gradient_kernel: Any = weight_gradient_kernel
 _bias_gradient_kernel: Any = bias_gradient_kernel
 _combine_kernel: Any = combine_kernel
 
-_FUSED = {"enable_fp_fusion": True}
-"""Fused multiply-add, set explicitly because Triton's default is about to change."""
+
+def find_tiles(dtype: torch.dtype) -> Tiles:
+    """Return the tiles of all kernels for this dtype."""
+    if knobs.runtime.interpret:
+        return INTERPRETED
+    return FLOAT32 if dtype == torch.float32 else HOPPER
 
 
 # ------------------------------------------------------------------------------- launches
@@ -123,19 +117,20 @@ class Rows:
     def empty(self, width: int) -> Tensor:
         return self.offsets_E.new_empty(len(self), width, dtype=self.dtype)
 
-    def grid(self, width: int) -> Callable[[dict[str, Any]], tuple[int]]:
+    def tile(self, kernel: str) -> Tile:
+        """Return the tile of a kernel; the host knows the mean load of an expert, not each load."""
+        mean = len(self) // self.num_experts
+        by_rows = find_tiles(self.dtype)[kernel]
+        return by_rows[max(least for least in by_rows if least <= mean)]
+
+    def grid(self, tile: Tile, width: int) -> tuple[int]:
         """Return the grid, with enough programs for the tiles of any loads of the experts."""
+        slots = len(self) // tile.m + self.num_experts
+        return (slots * triton.cdiv(width, tile.o),)
 
-        def programs(meta: dict[str, Any]) -> tuple[int]:
-            slots = len(self) // meta["BLOCK_M"] + self.num_experts
-            return (slots * triton.cdiv(width, meta["BLOCK_O"]),)
-
-        return programs
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        tiles = {"offsets_ptr": self.offsets_E, "E": self.num_experts, "GROUP": GROUP}
-        return tiles | _product_options()
+    def arguments(self, tile: Tile) -> dict[str, Any]:
+        loads = {"offsets_ptr": self.offsets_E, "E": self.num_experts, "GROUP": GROUP}
+        return loads | tile.options | _product_options()
 
 
 def _product_options() -> dict[str, Any]:
@@ -162,8 +157,8 @@ def _product(
 ) -> Tensor:
     """Return output_NO; `matrix_EOI` may be a transposed view."""
     width_in, width_out = input_NI.shape[1], matrix_EOI.shape[1]
-    output_NO = rows.empty(width_out)
-    _product_kernel[rows.grid(width_out)](
+    output_NO, tile = rows.empty(width_out), rows.tile("product")
+    _product_kernel[rows.grid(tile, width_out)](
         input_NI,
         matrix_EOI,
         _contiguous(bias_EO),
@@ -172,7 +167,7 @@ def _product(
         in_stride=matrix_EOI.stride(2),
         IN=width_in,
         OUT=width_out,
-        **rows.arguments,
+        **rows.arguments(tile),
     )
     return output_NO
 
@@ -214,12 +209,9 @@ def _weight_gradient(
     """
     num_experts, width_out, width_in = like_EOI.shape
     gradient_EOI = torch.empty_like(like_EOI, memory_format=torch.contiguous_format)
-
-    def programs(meta: dict[str, Any]) -> tuple[int]:
-        tiles = triton.cdiv(width_out, meta["BLOCK_M"]) * triton.cdiv(width_in, meta["BLOCK_O"])
-        return (num_experts * tiles,)
-
-    _weight_gradient_kernel[programs](
+    tile = rows.tile("weight_gradient")
+    num_tiles = triton.cdiv(width_out, tile.m) * triton.cdiv(width_in, tile.o)
+    _weight_gradient_kernel[(num_experts * num_tiles,)](
         output_grad,
         inputs,
         rows.token_indices_N if gather == "output" else None,
@@ -230,6 +222,7 @@ def _weight_gradient(
         inputs.stride(0),
         IN=width_in,
         OUT=width_out,
+        **tile.options,
         **_product_options(),
     )
     return gradient_EOI
@@ -293,13 +286,13 @@ def experts(
     with torch.cuda.device_of(x_TD):  # Triton launches on the current device
         rows = Rows(token_indices_N, offsets_E, dtype)
         x_rows_TD, (_, width, d_model) = _matrix(x_TD, dtype), up_EHD.shape
-        hidden_NF = rows.empty(down_EDF.shape[2])
+        hidden_NF, tile = rows.empty(down_EDF.shape[2]), rows.tile("hidden")
         pre_NH = rows.empty(width) if keep else None
         added_NH = None
         if up_a_ERD is not None and up_b_EHR is not None:
             x_ND = x_rows_TD.index_select(0, token_indices_N)
             added_NH = _adapter(rows, x_ND, _matrix(up_a_ERD, dtype), _matrix(up_b_EHR, dtype))
-        _hidden_kernel[rows.grid(hidden_NF.shape[1])](
+        _hidden_kernel[rows.grid(tile, hidden_NF.shape[1])](
             *(
                 x_rows_TD,
                 _matrix(up_EHD, dtype),
@@ -313,7 +306,7 @@ def experts(
             x_stride=x_rows_TD.stride(0),
             D=d_model,
             F=hidden_NF.shape[1],
-            **rows.arguments,
+            **rows.arguments(tile),
             **_activation(activation, clamp, up_EHD, down_EDF),
         )
         y_ND = _product(rows, hidden_NF, _matrix(down_EDF, dtype), down_bias_ED)
@@ -356,8 +349,9 @@ def experts_backward(
         dy_TD, (_, d_model, d_ff) = _matrix(dy_TD, dtype), down_EDF.shape
         d_pre_NH, hidden_NF = rows.empty(pre_NH.shape[1]), rows.empty(d_ff)
         # Each tile of units writes its own column, and the columns are summed afterwards, because the
-        # order of atomic additions is random. Unused columns and uncomputed pairs are 0.
-        num_columns = triton.cdiv(d_ff, MIN_BLOCK_O)
+        # order of atomic additions is random. Uncomputed pairs are 0.
+        tile = rows.tile("hidden_gradient")
+        num_columns = triton.cdiv(d_ff, tile.o)
         d_weights = dy_TD.new_zeros(len(rows), num_columns, dtype=torch.float32)
         bias_ED = _contiguous(down_bias_ED)
         d_low_NR = added_NF = None
@@ -366,7 +360,7 @@ def experts_backward(
             d_low_NR = _product(rows, dy_ND, _matrix(down_b_EDR, dtype).transpose(1, 2))
             added_NF = _product(rows, d_low_NR, _matrix(down_a_ERF, dtype).transpose(1, 2))
             del dy_ND
-        _hidden_gradient_kernel[rows.grid(d_ff)](
+        _hidden_gradient_kernel[rows.grid(tile, d_ff)](
             *(dy_TD, _matrix(down_EDF, dtype), bias_ED, dropout_NF, token_indices_N),
             weights_ptr=weights_N,
             added_ptr=added_NF,
@@ -378,7 +372,7 @@ def experts_backward(
             d_weights_stride=num_columns,
             D=d_model,
             F=d_ff,
-            **rows.arguments,
+            **rows.arguments(tile),
             **_activation(activation, clamp, up_EHD, down_EDF),
         )
         want_x, want_weights, want_up, want_down, want_up_bias, want_down_bias = wanted[:6]
