@@ -98,20 +98,42 @@ class ScatterMoE(nn.Module):
             self.experts.output_experts.weight.copy_(weights.down_EDF)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = F.linear(x, self.router_ED).flatten(0, -2).float().softmax(dim=-1)
-        weights_TK, expert_ids_TK = scores.topk(self.k, dim=-1)
-        weights_TK = (weights_TK / weights_TK.sum(dim=-1, keepdim=True)).to(x.dtype)
-        return self.experts(x, weights_TK, expert_ids_TK)
+        return self.experts(x, *route(x, self.router_ED, self.k))
+
+
+class Liger(nn.Module):
+    """Experts of Liger-Kernel, which has no router, behind the router of Mixtral."""
+
+    def __init__(self, weights: Weights, shape: Shape) -> None:
+        super().__init__()
+        self.k = shape.k
+        self.router_ED = nn.Parameter(weights.router_ED.clone())
+        self.gate_up = nn.Parameter(torch.cat([weights.gate_EFD, weights.up_EFD], dim=1))
+        self.down = nn.Parameter(weights.down_EDF.clone())
+        self.run = import_module("liger_kernel.ops").LigerFusedMoEFunction.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights_TK, expert_ids_TK = route(x, self.router_ED, self.k)
+        x_TD = x.flatten(0, -2)
+        return self.run(x_TD, self.gate_up, self.down, expert_ids_TK.int(), weights_TK).view_as(x)
+
+
+def route(x: Tensor, router_ED: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the weights and experts of Mixtral's router, (T, K) each."""
+    scores_TE = F.linear(x, router_ED).flatten(0, -2).float().softmax(dim=-1)
+    weights_TK, expert_ids_TK = scores_TE.topk(k, dim=-1)
+    return (weights_TK / weights_TK.sum(dim=-1, keepdim=True)).to(x.dtype), expert_ids_TK
 
 
 HF_EAGER, HF_GROUPED, HF_BATCHED = "HF eager", "HF grouped_mm", "HF batched_mm"
-SCATTERMOE = "ScatterMoE"
+SCATTERMOE, LIGER = "ScatterMoE", "Liger"
 
 PEERS: dict[str, Peer] = {
     HF_EAGER: Peer("transformers", mixtral("eager")),
     HF_GROUPED: Peer("transformers", mixtral("grouped_mm")),
     HF_BATCHED: Peer("transformers", mixtral("batched_mm")),
     SCATTERMOE: Peer("scattermoe", ScatterMoE, gpu_only=True),
+    LIGER: Peer("liger_kernel", Liger, gpu_only=True),
 }
 """Peers by name, in the order of the tables."""
 
