@@ -15,7 +15,7 @@ EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests docs
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
-.PHONY: help setup train test test-slow test-gpu test-reliability clients lint lint-docker format docs lock clean readme pictures studies demo-model release
+.PHONY: help setup train test test-slow test-gpu gpu-first-hour test-reliability clients lint lint-docker format docs lock clean readme pictures studies demo-model release
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -33,6 +33,9 @@ test-slow: lint  ## the same, with the tests that take longer
 
 test-gpu: $(DEV)  ## what ranks that share a model compute on GPUs, by NCCL, and how long it takes
 	$(PY) -m pytest -m gpu --durations=0 tests/training/test_parallel.py
+
+gpu-first-hour: $(DEV)  ## what to try first on a GPU: exact, fast, safe? writes docs/performance/<gpu>.md
+	$(PY) -m experiments.benchmark.first_hour
 
 test-reliability: $(DEV)  ## what docs/explanation/reliability.md promises, all of it tried; hours
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability

@@ -34,7 +34,6 @@ SUITES: dict[str, Callable[[Session], None]] = {
     "training": models.training,
     "memory": suites.memory,
     "adapters": suites.adapters,
-    "gpu": suites.gpu,
 }
 """Suites by name; the help shows the first line of each docstring."""
 

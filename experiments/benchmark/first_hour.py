@@ -1,4 +1,4 @@
-"""What to try first on a kind of GPU: exactness, waits, speed, memory, and a training run.
+"""First checks on a kind of GPU: exactness, waits, speed, memory, and a training run.
 
     python -m experiments.benchmark.first_hour [--output docs/performance] [--only SECTION ...]
 
@@ -31,21 +31,24 @@ from experiments.benchmark.layers import (
     DENSE,
     Case,
     Layer,
+    Tokens,
     dense_layer,
     in_evaluation,
+    moe_layer,
     sparse_layers,
 )
 from experiments.benchmark.peers import TRAINING_PEERS
 from experiments.benchmark.session import Candidate, Session, amount
 from experiments.benchmark.shapes import Shape
 from experiments.benchmark.suites import peak_bytes
+from experiments.benchmark.tiles import CANDIDATES, SMALLEST, time_tiles
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.errors import first_line
 from moe_ffn.ffn.dispatch import make_plan
 from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.select import BACKENDS, run_experts, unsupported_reason
+from moe_ffn.kernels.select import BACKEND_DEVICES, BACKENDS, run_experts, unsupported_reason
 from moe_ffn.outputs import Plan
 from moe_ffn.runs.reader import load_run
 
@@ -79,11 +82,18 @@ class Hour:
     rate: float = 0.0
     """FLOP/s of a large dense bfloat16 product."""
     todo: list[str] = field(default_factory=list)
-    """What to look at next."""
+    """Findings to look at next."""
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def backends(self) -> list[str]:
+        """Backends for this device; on a CPU, the interpreter may run the GPU's."""
+        return [
+            name for name in BACKENDS if not (self.on_gpu and BACKEND_DEVICES.get(name) == "cpu")
+        ]
 
     @property
     def models(self) -> dict[str, Shape]:
@@ -105,13 +115,10 @@ def machine(hour: Hour) -> list[str]:
     if not hour.on_gpu:
         return lines
     import triton
-    from triton import testing
-
-    bench: Any = testing.do_bench
 
     properties = torch.cuda.get_device_properties(hour.device)
     big = torch.empty(2**31, dtype=torch.uint8, device=hour.device)
-    seconds = bench(big.clone, return_mode="median") / 1e3
+    seconds = seconds_of(big.clone)
     rows: list[tuple[str, str]] = [
         ("triton, CUDA", f"{triton.__version__}, {torch.version.cuda}"),
         ("compute capability", f"{properties.major}.{properties.minor}"),
@@ -127,7 +134,7 @@ def machine(hour: Hour) -> list[str]:
     ):
         torch.set_float32_matmul_precision(precision)
         a, b = (torch.randn(8192, 8192, device=hour.device, dtype=dtype) for _ in range(2))
-        seconds = bench(lambda a=a, b=b: a @ b, return_mode="median") / 1e3
+        seconds = seconds_of(lambda a=a, b=b: a @ b)
         hour.rate = hour.rate or 2 * 8192**3 / seconds
         rows.append(
             (f"product of 8192 x 8192, {name}", f"{2 * 8192**3 / seconds / 1e12:.0f} TFLOP/s")
@@ -151,7 +158,7 @@ def exactness(hour: Hour) -> list[str]:
         wanted = derivatives("loop", *in_float64(*given), case.tokens.grad_BSD.double())
         torch.set_float32_matmul_precision(precision)
         of_loop: dict[str, float] = {}
-        for backend in BACKENDS:
+        for backend in hour.backends:
             if (reason := unsupported_reason(backend, given[0], given[2])) is not None:
                 rows.append([name, backend, f"not run: it {reason}"])
                 continue
@@ -242,7 +249,7 @@ def speed(hour: Hour) -> list[str]:
         remarks: list[str] = []
         layers = [
             dense_layer(shape, hour.device),
-            *sparse_layers(case, list(BACKENDS), TRAINING_PEERS, remarks.append),
+            *sparse_layers(case, hour.backends, TRAINING_PEERS, remarks.append),
         ]
         training = [Candidate.training(layer, case.tokens, "training") for layer in layers]
         peaks = {each.name: peak_bytes(each, hour.device) for each in training}
@@ -332,6 +339,60 @@ def profile(hour: Hour) -> list[str]:
         lines += [f"{model}: {count} kernels, {total / 1e3:.2f} ms", ""]
         lines += [*table(("kernel", "launches", "microseconds", "share"), rows), ""]
     return lines
+
+
+def tiles(hour: Hour) -> list[str]:
+    """Time each kernel with each tile, for the tables of `kernels/triton/launch.py`."""
+    lines: list[str] = []
+    for model, shape in hour.models.items():
+        given = arguments_of(Case.of(shape, hour.device))
+        candidates = CANDIDATES if hour.on_gpu else dict.fromkeys(CANDIDATES, SMALLEST)
+        rows = time_tiles(*given, seconds_of, candidates)
+        headers = ("kernel", "tile: M, O, K, stages, warps", "milliseconds", "TFLOP/s")
+        lines += [f"### {model}: {shape}", "", *table(headers, rows), ""]
+    return lines
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Return the median time of a launch; on a GPU, that of the GPU alone."""
+    if torch.cuda.is_available():
+        from triton import testing
+
+        bench: Any = testing.do_bench
+        return bench(run, warmup=10, rep=50, return_mode="median") / 1e3
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def mixed_precision(hour: Hour) -> list[str]:
+    """Time a step with weights in bfloat16, and in float32 under autocast."""
+    shape = list(hour.models.values())[-1]
+    candidates = [mixed_step(hour, shape, name) for name in ("bf16", "fp32")]
+    found = hour.session.time(candidates)
+    rows = [
+        [each.name, amount(found[each.key].median), amount(peak_bytes(each, hour.device), "B")]
+        for each in candidates
+    ]
+    return [f"{shape}:", "", *table(("weights", "training step", "peak memory"), rows)]
+
+
+def mixed_step(hour: Hour, shape: Shape, dtype: str) -> Candidate:
+    """Return a step of our layer with weights in `dtype`; float32 is under autocast to bfloat16."""
+    layer = moe_layer(replace(shape, dtype=dtype), "auto", hour.device)
+    tokens = Tokens.of(replace(shape, dtype=dtype), hour.device)
+
+    def run() -> None:
+        with torch.autocast(hour.device.type, torch.bfloat16, enabled=dtype == "fp32"):
+            hidden = layer(tokens.x_BSD).hidden
+        hidden.backward(tokens.grad_BSD.to(hidden.dtype))
+
+    def reset() -> None:
+        tokens.x_BSD.grad = None
+        layer.zero_grad(set_to_none=True)
+
+    name = {"bf16": "bfloat16", "fp32": "float32, bf16-mixed"}[dtype]
+    return Candidate("mixed", name, run, reset)
 
 
 def tests(hour: Hour) -> list[str]:
@@ -460,6 +521,8 @@ SECTIONS: dict[str, Callable[[Hour], list[str]]] = {
     "machine": machine,
     "exactness": exactness,
     "speed": speed,
+    "mixed-precision": mixed_precision,
+    "tiles": tiles,
     "profile": profile,
     "default-run": default_run,
     "tests": tests,

@@ -244,6 +244,7 @@ def in_evaluation(layer: Layer, case: Case) -> Layer:
     with torch.no_grad():
         expected_TD = case.source.eval()(x_BSD).hidden.flatten(0, -2)
         hidden_TD = layer(x_BSD).flatten(0, -2)
-    if layer.computes == SAME and not same_rows(hidden_TD, expected_TD).all():
-        return replace(layer, computes="DIFFERS without gradients")
+    share = 1 - same_rows(hidden_TD, expected_TD).float().mean().item()
+    if layer.computes == SAME and share > TOLERANCES[expected_TD.dtype].tokens:
+        return replace(layer, computes=f"DIFFERS on {share:.0%} of the tokens without gradients")
     return layer

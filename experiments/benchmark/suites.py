@@ -23,7 +23,6 @@ from experiments.benchmark.layers import (
     Case,
     Layer,
     compare,
-    dtype_of,
     in_evaluation,
     moe_layer,
     outcome,
@@ -34,8 +33,6 @@ from experiments.benchmark.peers import (
     HF_EAGER,
     HF_GROUPED,
     PEERS,
-    REFERENCE,
-    SCATTERMOE,
     TRAINING_PEERS,
 )
 from experiments.benchmark.session import Candidate, Results, Session, ratio, result
@@ -179,40 +176,6 @@ def skew(session: Session) -> None:
     session.show_grid(results)
     one, balanced = ("one hot", AUTO), ("balanced", AUTO)
     session.check_target("time on one expert / balanced", 1.0, results, one, balanced)
-
-
-# ----------------------------------------------------------------------------------------- gpu
-
-LARGE = Shape(32768, 2048, 1024, 64, 8, "bf16")
-PRODUCT = "one dense product"
-GPU_TARGETS = (
-    ("rate / rate of one dense product", 0.6, 0.8, PRODUCT),
-    (f"times faster than {HF_GROUPED}", 1.0, None, HF_GROUPED),
-    (f"times faster than {SCATTERMOE}", 1.0, None, SCATTERMOE),
-)
-"""Claim, minimum, goal, and the candidate whose time is divided by ours."""
-
-
-def gpu(session: Session) -> None:
-    """64 experts in bfloat16, relative to the rate of one dense product; needs CUDA."""
-    results: Results = {}
-    case = str(LARGE)
-    if session.device.type == "cuda":
-        # A single matrix product with as many multiplications as the experts.
-        device, dtype = session.device, dtype_of(LARGE)
-        x_ND = torch.randn(LARGE.num_tokens * LARGE.k, LARGE.d_model, device=device, dtype=dtype)
-        weight_DO = torch.randn(LARGE.d_model, 9 * LARGE.d_ff, device=device, dtype=dtype)
-        product = Candidate(case, PRODUCT, lambda: x_ND @ weight_DO, computes=REFERENCE)
-        results = _time_shape(session, LARGE, (DENSE, PRODUCT, HF_GROUPED, SCATTERMOE), product)
-        for (_, name), measured in results.items():
-            session.say(f"  {name}: {LARGE.flops / 1e12 / measured.median:.0f} TFLOP/s")
-    else:
-        session.say(f"{LARGE}: not timed, because it needs CUDA")
-    for claim, limit, goal, name in GPU_TARGETS:
-        theirs, ours = (case, name), (case, AUTO)
-        session.check_target(
-            claim, limit, results, theirs, ours, at_most=False, goal=goal, anywhere=True
-        )
 
 
 # ---------------------------------------------------------------------------------------- memory

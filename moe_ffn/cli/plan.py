@@ -188,7 +188,7 @@ def verdict(plans: Sequence[LayoutPlan]) -> str:
 def _page(plans: Sequence[LayoutPlan]) -> str:
     """Return a page with the memory of each layout as a bar."""
     # Imported here, since the tables do not need plotly.
-    from moe_ffn.report.layout_figures import memory
+    from moe_ffn.report.figures import memory_of_layouts
     from moe_ffn.report.plots import figures_page
 
     bars = {
@@ -197,4 +197,4 @@ def _page(plans: Sequence[LayoutPlan]) -> str:
         }
         for plan in shown(plans)
     }
-    return figures_page("Layouts", [memory(bars, plans[0].device.memory_bytes / 1e9)])
+    return figures_page("Layouts", [memory_of_layouts(bars, plans[0].device.memory_bytes / 1e9)])

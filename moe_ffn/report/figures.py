@@ -9,7 +9,7 @@
     figures.measure(run, "max_violation")
 
 `figure.layout.meta["note"]` explains a figure. A metric that is unknown or was not measured, or an unknown
-layer, raises `NotMeasuredError`. The page of a run shows the same figures.
+layer, raises `NotMeasuredError`. The page of a run shows the same figures; the last is of `moe-ffn plan`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
+from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, axis_title, heat_figure
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
 from moe_ffn.model.decoder import is_inner, layer_name, short_name
 from moe_ffn.report.drawing import (
+    LIGHT,
     STEP_AXIS,
     average,
     averaging_note,
+    curves_figure,
     d3_format,
     line_figure,
     rounded_rows,
     scale_of,
+    scatter,
 )
 from moe_ffn.report.html import layer_title
 from moe_ffn.report.run_summary import measured
@@ -280,3 +283,42 @@ def find(known: Mapping[str, Entry], name: str, kind: str = "metric") -> Entry:
         names = ", ".join(known) or "none"
         raise NotMeasuredError(f"there is no {kind} '{name}'; there are {names}")
     return known[name]
+
+
+def memory_of_layouts(bars: Mapping[str, Mapping[str, float]], limit: float) -> go.Figure:
+    """Draw the memory of each layout as a stacked bar.
+
+    Args:
+        bars: layout -> part, such as gradients -> GB per rank.
+        limit: memory of a rank in GB.
+    """
+    names = list(bars)
+    traces = [
+        go.Bar(
+            x=[bar[part] for bar in bars.values()],
+            y=names,
+            name=part,
+            orientation="h",
+            marker={"color": LIGHT[f"series-{number}"]},
+            hovertemplate=f"{part}: %{{x:.3~f}} GB<extra></extra>",
+            meta={"colour": number},
+        )
+        for number, part in enumerate(next(iter(bars.values())))
+    ]
+    ends = [names[0], names[-1]]
+    full = scatter(f"{limit:g} GB", [limit, limit], ends, ("bad", "dash"), "a GPU's memory")
+    x_axis = {"title": axis_title("GB of a GPU at the peak of a step")}
+    y_axis = {
+        "title": axis_title("data x shard x expert"),
+        "type": "category",
+        "autorange": "reversed",
+    }
+    return curves_figure(
+        [*traces, full],
+        "Memory of each layout",
+        "",
+        x_axis,
+        y_axis,
+        height=180 + 26 * len(bars),
+        barmode="stack",
+    )

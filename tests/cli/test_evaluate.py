@@ -277,7 +277,7 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_tasks_of_a_folder_are_shown_and_written(evaluate: Evaluate, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
-    from tests.helpers.lm_eval_tasks import write_tasks
+    from tests.helpers.tiny_runs import write_tasks
 
     write_tasks(tmp_path / "tasks")
     code, out, _ = evaluate(trained(), "--tasks", tmp_path / "tasks", "--json", "figures.json")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmark import models, suites
+from experiments.benchmark import first_hour, models, suites
 from experiments.benchmark.layers import (
     AUTO,
     DENSE,
@@ -37,6 +40,7 @@ from experiments.benchmark.peers import (
 )
 from experiments.benchmark.session import Candidate, Results, Session, amount, ratio, result
 from experiments.benchmark.shapes import Shape
+from experiments.benchmark.tiles import CANDIDATES, time_tiles
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.studies.timing import interleave
 
@@ -161,7 +165,25 @@ def test_a_layer_that_goes_another_way_without_gradients_is_found_out(case: Case
             return case.source(x).hidden * (1 if torch.is_grad_enabled() else 2)
 
     assert in_evaluation(Layer("ours", case.source), case).computes == SAME
-    assert in_evaluation(Layer("other", Other()), case).computes.startswith("DIFFERS")
+    found = in_evaluation(Layer("other", Other()), case).computes
+    assert found == "DIFFERS on 100% of the tokens without gradients"
+
+
+def test_a_router_in_bfloat16_may_choose_other_experts_for_some_tokens() -> None:
+    case = Case.of(replace(SMALL, dtype="bf16"), CPU)
+
+    class Other(nn.Module):
+        def __init__(self, num_different: int) -> None:
+            super().__init__()
+            self.num_different = num_different
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = case.source(x).hidden
+            hidden[0, : self.num_different] *= 2
+            return hidden
+
+    assert in_evaluation(Layer("rounds", Other(5)), case).computes == SAME  # 8 % of 64
+    assert in_evaluation(Layer("differs", Other(6)), case).computes.startswith("DIFFERS on 9%")
 
 
 def test_the_share_that_differs_counts_tokens_and_nan(tokens: Tokens) -> None:
@@ -340,3 +362,73 @@ def test_each_implementation_is_timed_and_a_text_that_differs_is_marked(
     models.live_models(session)
     assert [row[-1] for row in session.targets[2:]] == ["not measured"] * 2
     assert "moe_ffn auto DIFFERS" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------- first hour
+
+
+def test_the_first_hour_writes_what_each_section_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(hour: first_hour.Hour) -> list[str]:
+        raise RuntimeError("no kernel for this GPU\nand more")
+
+    monkeypatch.setitem(first_hour.SECTIONS, "profile", breaks)
+    monkeypatch.delitem(first_hour.BACKENDS, "triton")  # its interpreter takes half a minute
+    sections = ["machine", "exactness", "mixed-precision", "profile", "tests", "sanitizer"]
+    code = first_hour.main(["--output", str(tmp_path), "--patience", "1", "--only", *sections])
+
+    assert code == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [
+        line.partition(":")[0] for line in said if line.partition(":")[0] in sections
+    ] == sections
+    page = (tmp_path / "cpu.md").read_text()
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert headings == [
+        *("## Machine", "## Exactness", "## Mixed precision", "## Profile", "## Tests"),
+        *("## Sanitizer", "## What to do next"),
+    ]
+    assert "\n**Failed**: RuntimeError: no kernel for this GPU\n" in page
+    assert "- The section profile failed." in page
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| fp32 | ")]
+    assert [row[1] for row in rows] == list(BACKENDS)
+    assert all(float(error) < 1e-6 for row in rows for error in row[2:7])
+    assert {row[8] for row in rows} == {"yes |"}
+
+
+def test_an_inexact_backend_is_something_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sloppy(x_TD: Tensor, plan: Any, weights: Any) -> Tensor:
+        return 1.001 * BACKENDS["loop"](x_TD, plan, weights)
+
+    monkeypatch.setitem(first_hour.BACKENDS, "cpu", sloppy)
+    monkeypatch.delitem(first_hour.BACKENDS, "triton")
+    hour = first_hour.Hour(CPU, Path(), Session((), CPU))
+    first_hour.exactness(hour)
+    (found,) = [line for line in hour.todo if "fp32" in line]
+    assert re.match(r"cpu in fp32 is \d{4}\.\d times as inexact as `loop`\.", found)
+
+
+def test_each_tile_of_each_kernel_is_timed() -> None:
+    pytest.importorskip("triton", reason="triton is not installed here")
+    case = Case.of(Shape(4, 16, 16, 2, 1, "fp32"), CPU)
+    tiles = [(16, 16, 16, 1, 1), (16, 32, 16, 1, 1)]
+    seconds = iter(range(1, 100))
+
+    def seconds_of(run: Callable[[], object]) -> float:
+        run()
+        return next(seconds)
+
+    candidates = {**dict.fromkeys(CANDIDATES, tiles[:1]), "hidden": tiles}
+    rows = time_tiles(*first_hour.arguments_of(case), seconds_of, candidates)
+    kernels = [
+        "product, down",
+        "hidden_gradient",
+        "down_gradient",
+        "up_gradient",
+        "product, to tokens",
+    ]
+    assert [row[0] for row in rows] == ["hidden", "hidden", *kernels]
+    assert [row[1] for row in rows[:2]] == ["16, 16, 16, 1, 1", "16, 32, 16, 1, 1"]
+    # 4 pairs, 16 wide: gate and up are twice the work of down, in the first second and the second.
+    assert [row[3] for row in rows[:1] + rows[2:3]] == ["4.1e-09", "1.02e-09"]

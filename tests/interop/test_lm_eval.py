@@ -14,7 +14,7 @@ import torch
 from moe_ffn import ConfigError, Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.model.generate import generate
-from tests.helpers.lm_eval_tasks import CHOICES, TEXTS, write_tasks
+from tests.helpers.tiny_runs import CHOICES, TEXTS, write_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
 

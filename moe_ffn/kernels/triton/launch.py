@@ -50,9 +50,10 @@ Tiles = dict[str, dict[int, Tile]]
 """Kernel -> rows per expert from which a tile is used -> that tile."""
 
 # Chosen by what is known before a launch, never by a stopwatch: the tile sets the order of sums, so times
-# would make the bits of a run depend on what else the machine does. docs/performance has the times.
+# would make the bits of a run depend on what else the machine does. `tests/kernels/compile_kernels.py`
+# compiles all of them for five kinds of GPU; docs/performance has the times on an H200.
 
-HALF: Tiles = {
+LARGE: Tiles = {
     "hidden": {
         0: Tile(16, 64, 128, 3, 4),
         24: Tile(64, 64, 64, 4, 4),
@@ -67,12 +68,35 @@ HALF: Tiles = {
     "up_gradient": {0: Tile(128, 128, 64, 3, 8), 1024: Tile(256, 128, 64, 4, 8)},
     "down_gradient": {0: Tile(128, 128, 64, 3, 8)},
 }
-"""For bfloat16 and float16, measured on an H200. Two tiles of 98 KB share a multiprocessor."""
+"""For bfloat16 and float16 on GPUs with 227 KB of shared memory for a program."""
 
-TF32: Tiles = {kernel: {0: Tile(128, 128, 32, 3, 8)} for kernel in HALF}
-FLOAT32: Tiles = {kernel: {0: Tile(64, 64, 32, 3, 4)} for kernel in HALF}
+SMALL: Tiles = {
+    "hidden": {
+        0: Tile(16, 64, 128, 3, 4),
+        24: Tile(64, 64, 64, 3, 4),
+        192: Tile(128, 64, 64, 3, 8),
+    },
+    "product": {
+        0: Tile(16, 64, 128, 3, 4),
+        24: Tile(64, 64, 64, 3, 4),
+        192: Tile(128, 128, 64, 3, 8),
+    },
+    "hidden_gradient": {0: Tile(64, 64, 64, 3, 4), 192: Tile(128, 128, 64, 3, 8)},
+    "up_gradient": {0: Tile(128, 128, 64, 3, 8)},
+    "down_gradient": {0: Tile(128, 128, 64, 3, 8)},
+}
+"""The same on GPUs with 99 KB (consumers' GPUs) or 163 KB (A100); nobody has timed these."""
 
-INTERPRETED: Tiles = {kernel: {0: Tile(16, 16, 16, 1, 1)} for kernel in HALF}
+TF32: Tiles = {
+    **{kernel: {0: Tile(128, 128, 32, 3, 8)} for kernel in LARGE},
+    "hidden_gradient": {0: Tile(128, 64, 32, 3, 8)},
+}
+"""For products of float32 in tf32 on GPUs with 227 KB."""
+
+FLOAT32: Tiles = {kernel: {0: Tile(64, 64, 32, 3, 8)} for kernel in LARGE}
+"""For float32 elsewhere."""
+
+INTERPRETED: Tiles = {kernel: {0: Tile(16, 16, 16, 1, 1)} for kernel in LARGE}
 """The smallest, so that the small layers of tests have several tiles."""
 
 GROUP = 2 if knobs.runtime.interpret else 8
@@ -89,13 +113,23 @@ _bias_gradient_kernel: Any = bias_gradient_kernel
 _combine_kernel: Any = combine_kernel
 
 
-def find_tiles(dtype: torch.dtype) -> Tiles:
-    """Return the tiles of all kernels for this dtype."""
-    if knobs.runtime.interpret:
-        return INTERPRETED
+def tile_for(by_rows: dict[int, Tile], rows_per_expert: int) -> Tile:
+    """Return the tile for a mean load of an expert."""
+    return by_rows[max(least for least in by_rows if least <= rows_per_expert)]
+
+
+def find_tiles(dtype: torch.dtype, capability: tuple[int, int], precision: str) -> Tiles:
+    """Return the tiles of all kernels.
+
+    Args:
+        dtype: dtype of the rows.
+        capability: compute capability of the GPU.
+        precision: precision of float32 products, "ieee" or "tf32".
+    """
+    is_large = capability[0] in (9, 10)
     if dtype != torch.float32:
-        return HALF
-    return FLOAT32 if torch.get_float32_matmul_precision() == "highest" else TF32
+        return LARGE if is_large else SMALL
+    return TF32 if is_large and precision == "tf32" else FLOAT32
 
 
 # ------------------------------------------------------------------------------- launches
@@ -122,9 +156,11 @@ class Rows:
 
     def tile(self, kernel: str) -> Tile:
         """Return the tile of a kernel; the host knows the mean load of an expert, not each load."""
-        mean = len(self) // self.num_experts
-        by_rows = find_tiles(self.dtype)[kernel]
-        return by_rows[max(least for least in by_rows if least <= mean)]
+        tiles = INTERPRETED
+        if not knobs.runtime.interpret:
+            capability = torch.cuda.get_device_capability(self.offsets_E.device)
+            tiles = find_tiles(self.dtype, capability, _product_options()["PRECISION"])
+        return tile_for(tiles[kernel], len(self) // self.num_experts)
 
     def grid(self, tile: Tile, width: int) -> tuple[int]:
         """Return the grid, with enough programs for the tiles of any loads of the experts."""
