@@ -16,8 +16,8 @@ import torch
 import moe_ffn
 from experiments.benchmark import models, suites
 from experiments.benchmark.peers import PEERS
-from experiments.benchmark.session import Session
-from experiments.benchmark.shapes import parse_shape
+from experiments.benchmark.session import Session, amount
+from experiments.benchmark.shapes import MODELS, Shape, kernel_costs, parse_shape
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.errors import ConfigError
@@ -37,6 +37,10 @@ SUITES: dict[str, Callable[[Session], None]] = {
 }
 """Suites by name; the help shows the first line of each docstring."""
 
+H200 = {"flops_per_second": 709e12, "bytes_per_second": 4.26e12}
+"""Measured on an H200: a bfloat16 product of 8192 x 8192 matrices, and a copy, read and written; see
+docs/performance/nvidia-h200.md."""
+
 PATIENCE = 30.0
 """Seconds after which a table gets fewer rounds, unless `--rounds` is given."""
 
@@ -44,6 +48,10 @@ PATIENCE = 30.0
 def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     shapes = [parse_shape(text) for text in given.shape]
+    if given.model:
+        for shape in shapes or MODELS.values():
+            print(*describe_kernels(shape), sep="\n")
+        return 0
     has_gpu = torch.cuda.is_available()
     if given.device == "cuda" and not has_gpu:
         raise ConfigError(
@@ -84,6 +92,20 @@ def describe_machine(device: torch.device) -> str:
     )
 
 
+def describe_kernels(shape: Shape) -> list[str]:
+    """Return a table of the work of each Triton kernel in a training step, and its least time."""
+    lines = [
+        f"{shape}: {shape.flops / 1e12:.2f} TFLOP",
+        f"  {'kernel':30}TFLOP      GB  H200, at least",
+    ]
+    for cost in kernel_costs(shape):
+        gigabytes = cost.num_bytes / 1e9
+        least = amount(cost.seconds(**H200))
+        lines.append(f"  {cost.kernel:28}{cost.flops / 1e12:7.3f}{gigabytes:8.2f}  {least}")
+    total = sum(cost.seconds(**H200) for cost in kernel_costs(shape))
+    return [*lines, f"  {'all':28}{'':15}  {amount(total)}"]
+
+
 def processor_name() -> str:
     """Return the name of the processor; `platform.processor` is empty on Linux."""
     with suppress(OSError):
@@ -120,6 +142,12 @@ def _parser() -> Parser:
         metavar="T,D,F,E,K,dtype",
         help="time a layer of this size: tokens, model width, expert width, experts, experts per "
         "token, and fp32, bf16 or fp16; may be repeated; without --suite, nothing else is timed",
+    )
+    add(
+        "--model",
+        action="store_true",
+        help="time nothing; print FLOPs and bytes of each Triton kernel at the shapes, and the least time "
+        "of both on an H200 in bfloat16",
     )
     add(
         "--rounds",

@@ -39,7 +39,7 @@ from experiments.benchmark.layers import (
 )
 from experiments.benchmark.peers import TRAINING_PEERS
 from experiments.benchmark.session import Candidate, Session, amount
-from experiments.benchmark.shapes import Shape
+from experiments.benchmark.shapes import MODELS, Shape
 from experiments.benchmark.suites import peak_bytes
 from experiments.benchmark.tiles import CANDIDATES, SMALLEST, time_tiles
 from moe_ffn.cli.exit import exit_on_bad_input
@@ -53,14 +53,6 @@ from moe_ffn.outputs import Plan
 from moe_ffn.runs.reader import load_run
 
 COMMAND = "python -m experiments.benchmark.first_hour"
-
-MODELS = {
-    "OLMoE 1B-7B": Shape(32768, 2048, 1024, 64, 8, "bf16"),
-    "Qwen3 30B-A3B": Shape(32768, 2048, 768, 128, 8, "bf16"),
-    "Qwen3 30B-A3B, few tokens": Shape(8192, 2048, 768, 128, 8, "bf16"),
-    "Mixtral 8x7B": Shape(16384, 4096, 14336, 8, 2, "bf16"),
-}
-"""Layers of published models -> their sizes, with the tokens of a training step on one GPU."""
 
 SMALL = {"a small layer": Shape(32, 32, 48, 4, 2, "fp32")}
 """The same for a machine without a GPU."""

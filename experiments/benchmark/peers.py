@@ -118,6 +118,49 @@ class Liger(nn.Module):
         return self.run(x_TD, self.gate_up, self.down, expert_ids_TK.int(), weights_TK).view_as(x)
 
 
+class Unsloth(nn.Module):
+    """Grouped products of Unsloth, which gather and scatter rows, behind the router of Mixtral.
+
+    Its tiles are fixed, because its autotuner compiles up to 108 tiles of each kernel.
+    """
+
+    def __init__(self, weights: Weights, shape: Shape) -> None:
+        super().__init__()
+        self.k = shape.k
+        self.router_ED = nn.Parameter(weights.router_ED.clone())
+        self.gate_up = nn.Parameter(torch.cat([weights.gate_EFD, weights.up_EFD], dim=1))
+        self.down = nn.Parameter(weights.down_EDF.clone())
+        package = "unsloth.kernels.moe.grouped_gemm"
+        self.product = import_module(f"{package}.interface").grouped_gemm
+        self.find_rows = import_module(f"{package}.reference.moe_ops").get_routing_indices
+        tuning = import_module(f"{package}.kernels.tuning")
+        names = {"fwd": "Forward", "bwd_dX": "Backward_dX", "bwd_dW": "Backward_dW"}
+        self.tiles = {
+            f"kernel_config_{part}": getattr(tuning, f"KernelConfig{name}")(*UNSLOTH_TILES[part])
+            for part, name in names.items()
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights_TK, expert_ids_TK = route(x, self.router_ED, self.k)
+        counts_E, pair_ids_N = self.find_rows(expert_ids_TK, len(self.down))
+        rows = {"m_sizes": counts_E, "gather_indices": pair_ids_N, "topk": self.k, **self.tiles}
+        gate_up_NH = self.product(x.flatten(0, -2), self.gate_up, permute_x=True, **rows)
+        gate_NF, up_NF = gate_up_NH.chunk(2, dim=-1)
+        y_ND = self.product(
+            F.silu(gate_NF) * up_NF, self.down, permute_y=True, is_first_gemm=False, **rows
+        )
+        y_TKD = y_ND.unflatten(0, weights_TK.shape)
+        return (y_TKD * weights_TK[..., None]).sum(dim=1).view_as(x)
+
+
+UNSLOTH_TILES = {
+    "fwd": (128, 128, 64, 8, 4),
+    "bwd_dX": (128, 64, 256, 8, 3),
+    "bwd_dW": (64, 128, 256, 8, 3),
+}
+"""Rows, outputs and inputs of a tile, warps and stages, for each product."""
+
+
 def route(x: Tensor, router_ED: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the weights and experts of Mixtral's router, (T, K) each."""
     scores_TE = F.linear(x, router_ED).flatten(0, -2).float().softmax(dim=-1)
@@ -126,7 +169,7 @@ def route(x: Tensor, router_ED: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 HF_EAGER, HF_GROUPED, HF_BATCHED = "HF eager", "HF grouped_mm", "HF batched_mm"
-SCATTERMOE, LIGER = "ScatterMoE", "Liger"
+SCATTERMOE, LIGER, UNSLOTH = "ScatterMoE", "Liger", "Unsloth"
 
 PEERS: dict[str, Peer] = {
     HF_EAGER: Peer("transformers", mixtral("eager")),
@@ -134,6 +177,7 @@ PEERS: dict[str, Peer] = {
     HF_BATCHED: Peer("transformers", mixtral("batched_mm")),
     SCATTERMOE: Peer("scattermoe", ScatterMoE, gpu_only=True),
     LIGER: Peer("liger_kernel", Liger, gpu_only=True),
+    UNSLOTH: Peer("unsloth", Unsloth, gpu_only=True),
 }
 """Peers by name, in the order of the tables."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_ffn.cli.parser import MAX_COUNT, whole_number
 from moe_ffn.config.errors import ConfigError
@@ -53,6 +54,49 @@ class Shape:
             f"T {self.num_tokens}, D {self.d_model}, F {self.d_ff}, E {self.num_experts}, "
             f"K {self.k}, {self.dtype}"
         )
+
+
+MODELS = {
+    "OLMoE 1B-7B": Shape(32768, 2048, 1024, 64, 8, "bf16"),
+    "Qwen3 30B-A3B": Shape(32768, 2048, 768, 128, 8, "bf16"),
+    "Qwen3 30B-A3B, few tokens": Shape(8192, 2048, 768, 128, 8, "bf16"),
+    "Mixtral 8x7B": Shape(16384, 4096, 14336, 8, 2, "bf16"),
+}
+"""Layers of published models -> their sizes, with the tokens of a training step on one GPU."""
+
+
+class KernelCost(NamedTuple):
+    """Least work of one Triton kernel in a training step."""
+
+    kernel: str
+    flops: int
+    num_bytes: int
+    """Bytes of GPU memory, if every operand is read or written once."""
+
+    def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
+        """Return the least time: that of the FLOPs or of the bytes, whichever is longer."""
+        return max(self.flops / flops_per_second, self.num_bytes / bytes_per_second)
+
+
+def kernel_costs(shape: Shape) -> list[KernelCost]:
+    """Return the costs of all Triton kernels in a training step, in the order in which they run."""
+    pairs = shape.num_tokens * shape.k
+    matrix = shape.num_experts * shape.d_model * shape.d_ff  # gate, up or down of all experts
+    tokens, rows = shape.num_tokens * shape.d_model, pairs * shape.d_model
+    hidden = pairs * shape.d_ff
+    product = 2 * hidden * shape.d_model
+    elements = {
+        "hidden": (2 * product, tokens + 2 * matrix + 3 * hidden),
+        "product: down": (product, hidden + matrix + rows),
+        "combine: output": (2 * rows, rows + tokens),
+        "hidden gradient": (product, tokens + matrix + 5 * hidden),
+        "weight gradient: down": (product, tokens + hidden + matrix),
+        "weight gradient: gate and up": (2 * product, tokens + 2 * hidden + 2 * matrix),
+        "product: input": (2 * product, 2 * (hidden + matrix) + rows),
+        "combine: input": (rows, rows + tokens),
+    }
+    size = 4 if shape.dtype == "fp32" else 2
+    return [KernelCost(name, flops, size * count) for name, (flops, count) in elements.items()]
 
 
 def parse_shape(text: str) -> Shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from experiments.benchmark.layers import (
     compare,
     dense_layer,
     in_evaluation,
+    moe_layer,
     outcome,
     sparse_layers,
 )
@@ -39,7 +40,7 @@ from experiments.benchmark.peers import (
     Weights,
 )
 from experiments.benchmark.session import Candidate, Results, Session, amount, ratio, result
-from experiments.benchmark.shapes import Shape
+from experiments.benchmark.shapes import Shape, kernel_costs
 from experiments.benchmark.tiles import CANDIDATES, time_tiles
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.studies.timing import interleave
@@ -362,6 +363,38 @@ def test_each_implementation_is_timed_and_a_text_that_differs_is_marked(
     models.live_models(session)
     assert [row[-1] for row in session.targets[2:]] == ["not measured"] * 2
     assert "moe_ffn auto DIFFERS" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------- model
+
+
+def test_the_model_of_the_kernels_counts_the_tensors_that_they_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch = pytest.importorskip("moe_ffn.kernels.triton.launch")
+    given: list[int] = []
+
+    def record(*arguments: object, **named: object) -> None:
+        tensors = [each for each in (*arguments, *named.values()) if isinstance(each, Tensor)]
+        given.append(sum(each.nbytes for each in tensors if each.dtype == torch.bfloat16))
+
+    for name in ("hidden", "product", "combine", "hidden_gradient", "weight_gradient"):
+        monkeypatch.setattr(launch, f"_{name}_kernel", defaultdict(lambda: record))
+    shape = Shape(24, 16, 40, 5, 3, "bf16")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    outcome(moe_layer(shape, "triton", device), Tokens.of(shape, device))
+
+    costs = kernel_costs(shape)
+    assert given == [cost.num_bytes for cost in costs]
+    assert sum(cost.flops for cost in costs if "combine" not in cost.kernel) == shape.flops
+
+
+def test_the_least_time_is_that_of_the_flops_or_of_the_bytes() -> None:
+    hidden, *_ = kernel_costs(Shape(24, 16, 40, 5, 3, "bf16"))
+    assert hidden.flops == 4 * 24 * 3 * 16 * 40
+    assert hidden.seconds(flops_per_second=hidden.flops / 2, bytes_per_second=hidden.num_bytes) == 2
+    assert hidden.seconds(flops_per_second=hidden.flops, bytes_per_second=hidden.num_bytes / 3) == 3
 
 
 # ---------------------------------------------------------------------------------- first hour

@@ -47,6 +47,19 @@ def test_a_tiny_run_from_end_to_end(
     assert next(line for line in lines if line.startswith("moe_ffn loop")).endswith("same")
 
 
+def test_the_model_of_the_kernels_is_printed_and_nothing_is_timed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--model", "--shape", "32768,2048,1024,64,8,bf16"]) == 0
+
+    first, head, *kernels, total = capsys.readouterr().out.splitlines()
+    assert first == "T 32768, D 2048, F 1024, E 64, K 8, bf16: 9.90 TFLOP"
+    assert head.split() == ["kernel", "TFLOP", "GB", "H200,", "at", "least"]
+    # 4 T K D F / 709e12, and 2 (T D + 2 E D F + 3 T K F) bytes
+    assert kernels[0].split() == ["hidden", "2.199", "2.28", "3.10", "ms"]
+    assert total.split() == ["all", "14.5", "ms"]
+
+
 # ----------------------------------------------------------------------------------- subprocesses
 
 
