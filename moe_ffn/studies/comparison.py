@@ -378,12 +378,12 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
         why = "have one seed in common" if shared else "have no seed in common"
         return f"{arm.name} and {baseline} {why}, so no difference is given."
     needed = found.seeds_needed or 0
-    enough = f"{needed:,} seeds" if needed <= 1000 else "over 1,000 seeds"
+    enough = f"about {needed:,} seeds" if needed <= 1000 else "over 1,000 seeds"
     if found.interval is None:
         each = " and ".join(f"{value:+.4f}" for value in by_seed)
         return (
             f"{arm.name} minus {baseline}: {each} nats per token in {found.num_pairs} seeds, too few for an "
-            f"interval; if seeds differ as these do, about {enough} detect {SMALL_DIFFERENCE:g} with 80 % "
+            f"interval; if seeds differ as these do, {enough} detect {SMALL_DIFFERENCE:g} with 80 % "
             "power."
         )
     mean, low, high = found.interval
@@ -411,7 +411,7 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
         )
     small = f"with 80 % power, these seeds detect {found.detectable:.4f}"
     if found.seeds_needed and found.seeds_needed > found.num_pairs:
-        small += f", and about {enough} {SMALL_DIFFERENCE:g}"
+        small += f", and {enough} {SMALL_DIFFERENCE:g}"
     if not low <= 0 <= high:  # significant alone, but not after Holm's correction
         return (
             f"{arm.name} may be {better} than {baseline}, {signed} ({seen} after Holm's correction); "
