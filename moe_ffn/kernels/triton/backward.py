@@ -185,30 +185,31 @@ def weight_gradient_kernel(
 
     outs = tile // tiles_in * BLOCK_M + tl.arange(0, BLOCK_M)
     ins = tile % tiles_in * BLOCK_O + tl.arange(0, BLOCK_O)
-    output_grad_ptrs = output_grad_ptr + outs[None, :]
+    output_grad_ptrs = output_grad_ptr + outs[:, None]
     input_ptrs = input_ptr + ins[None, :]
 
     # The ids of the next rows are loaded one iteration ahead. Loaded in the same iteration, they would take
-    # up a stage of the pipeline: of three buffers one would be left.
+    # up a stage of the pipeline: of three buffers one would be left. The gradient of the outputs is loaded
+    # transposed, because before Hopper the compiler does not load `tl.trans` of a tile ahead.
     rows = start + tl.arange(0, BLOCK_K)
     output_rows = rows_of(output_ids_ptr, rows, end)
     input_rows = rows_of(input_ids_ptr, rows, end)
     gradient = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     for _ in range(start, end, BLOCK_K):
         # Mask both: a row of the next expert, or an uncomputed row, may contain NaN.
-        output_mask = (rows < end)[:, None]
+        output_mask = (rows < end)[None, :]
         input_mask = (rows < end)[:, None]
         if OUT % BLOCK_M != 0:
-            output_mask = output_mask & (outs < OUT)[None, :]
+            output_mask = output_mask & (outs < OUT)[:, None]
         if IN % BLOCK_O != 0:
             input_mask = input_mask & (ins < IN)[None, :]
-        output_grad_rows = output_grad_ptrs + output_rows[:, None] * output_grad_stride
+        output_grad_rows = output_grad_ptrs + output_rows[None, :] * output_grad_stride
         a = tl.load(output_grad_rows, mask=output_mask, other=0.0)
         b = tl.load(input_ptrs + input_rows[:, None] * input_stride, mask=input_mask, other=0.0)
         rows += BLOCK_K
         output_rows = rows_of(output_ids_ptr, rows, end)
         input_rows = rows_of(input_ids_ptr, rows, end)
-        gradient = dot(tl.trans(a), b, gradient, PRECISION)
+        gradient = dot(a, b, gradient, PRECISION)
 
     stored = (outs < OUT)[:, None] & (ins < IN)[None, :]
     gradient_ptrs = (
