@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
 from moe_ffn.kernels.autograd import NUM_GRADIENTS, register
 from moe_ffn.kernels.triton.backward import (
@@ -49,30 +50,75 @@ class Tile:
 Tiles = dict[str, dict[int, Tile]]
 """Kernel -> rows per expert from which a tile is used -> that tile."""
 
+
+def _same(tile: Tile) -> Tiles:
+    kernels = ("hidden", "product", "hidden_gradient", "up_gradient", "down_gradient")
+    return {kernel: {0: tile} for kernel in kernels}
+
+
 # Chosen by what is known before a launch, never by a stopwatch: the tile sets the order of sums, so times
 # would make the bits of a run depend on what else the machine does. docs/performance has the times.
 
-HALF: Tiles = {
-    "hidden": {
-        0: Tile(16, 64, 128, 3, 4),
-        24: Tile(64, 64, 64, 4, 4),
-        192: Tile(128, 128, 64, 3, 8),
+TILES: dict[tuple[str, str], Tiles] = {
+    ("hopper", "half"): {
+        "hidden": {
+            0: Tile(16, 64, 128, 3, 4),
+            24: Tile(64, 64, 64, 4, 4),
+            192: Tile(128, 128, 64, 3, 8),
+        },
+        "product": {
+            0: Tile(16, 64, 128, 3, 4),
+            24: Tile(64, 128, 64, 4, 4),
+            192: Tile(128, 256, 64, 4, 8),
+        },
+        "hidden_gradient": {0: Tile(64, 64, 64, 4, 4), 192: Tile(128, 128, 64, 4, 8)},
+        "up_gradient": {0: Tile(128, 128, 64, 3, 8), 1024: Tile(256, 128, 64, 4, 8)},
+        "down_gradient": {0: Tile(128, 128, 64, 3, 8)},
     },
-    "product": {
-        0: Tile(16, 64, 128, 3, 4),
-        24: Tile(64, 128, 64, 4, 4),
-        192: Tile(128, 256, 64, 4, 8),
+    ("hopper", "tf32"): {
+        **_same(Tile(128, 128, 32, 3, 8)),
+        "hidden_gradient": {0: Tile(128, 64, 32, 3, 8)},
     },
-    "hidden_gradient": {0: Tile(64, 64, 64, 4, 4), 192: Tile(128, 128, 64, 4, 8)},
-    "up_gradient": {0: Tile(128, 128, 64, 3, 8), 1024: Tile(256, 128, 64, 4, 8)},
-    "down_gradient": {0: Tile(128, 128, 64, 3, 8)},
+    ("hopper", "float32"): {
+        **_same(Tile(64, 64, 32, 3, 8)),
+        "product": {0: Tile(128, 128, 32, 3, 8)},
+        "up_gradient": {0: Tile(128, 128, 32, 3, 8)},
+        "down_gradient": {0: Tile(128, 128, 32, 3, 8)},
+    },
+    ("ampere", "half"): {
+        "hidden": {
+            0: Tile(16, 64, 128, 3, 4),
+            24: Tile(64, 64, 64, 3, 4),
+            192: Tile(128, 64, 64, 3, 8),
+        },
+        "product": {
+            0: Tile(16, 64, 128, 3, 4),
+            24: Tile(64, 128, 64, 3, 4),
+            192: Tile(128, 256, 64, 3, 8),
+        },
+        "hidden_gradient": {0: Tile(64, 128, 64, 3, 8)},
+        "up_gradient": {0: Tile(128, 128, 64, 3, 8)},
+        "down_gradient": {0: Tile(128, 128, 64, 3, 8)},
+    },
+    ("ampere", "tf32"): {
+        **_same(Tile(128, 128, 32, 3, 8)),
+        "hidden": {0: Tile(64, 64, 32, 3, 4)},
+        "hidden_gradient": {0: Tile(64, 64, 32, 3, 8)},
+    },
+    ("ampere", "float32"): {
+        **_same(Tile(64, 64, 32, 3, 8)),
+        "product": {0: Tile(128, 128, 32, 3, 8)},
+    },
 }
-"""For bfloat16 and float16, measured on an H200. Two tiles of 98 KB share a multiprocessor."""
+"""(kind of GPU, precision) -> tiles, none of which spills registers on the GPUs of that kind.
 
-TF32: Tiles = {kernel: {0: Tile(128, 128, 32, 3, 8)} for kernel in HALF}
-FLOAT32: Tiles = {kernel: {0: Tile(64, 64, 32, 3, 4)} for kernel in HALF}
+"hopper" (compute capability 9.x to 11.x) multiplies from shared memory, of which a program may have 227 KiB.
+Its tiles for bfloat16 and float16 were measured on an H200, where two tiles of 96 KiB share a multiprocessor.
+"ampere" (8.x, 12.x) multiplies from registers. Its tiles fit the 99 KiB of the smallest GPUs; no such GPU
+measured them.
+"""
 
-INTERPRETED: Tiles = {kernel: {0: Tile(16, 16, 16, 1, 1)} for kernel in HALF}
+INTERPRETED = _same(Tile(16, 16, 16, 1, 1))
 """The smallest, so that the small layers of tests have several tiles."""
 
 GROUP = 2 if knobs.runtime.interpret else 8
@@ -90,12 +136,15 @@ _combine_kernel: Any = combine_kernel
 
 
 def find_tiles(dtype: torch.dtype) -> Tiles:
-    """Return the tiles of all kernels for this dtype."""
+    """Return the tiles of all kernels for this dtype on the current GPU."""
     if knobs.runtime.interpret:
         return INTERPRETED
+    target: Any = driver.active.get_current_target()
+    kind = "ampere" if target.arch // 10 in (8, 12) else "hopper"
     if dtype != torch.float32:
-        return HALF
-    return FLOAT32 if torch.get_float32_matmul_precision() == "highest" else TF32
+        return TILES[kind, "half"]
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return TILES[kind, "float32" if exact else "tf32"]
 
 
 # ------------------------------------------------------------------------------- launches
