@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Run all experts without host synchronisation, in float32, bfloat16 or float16 of any width.
 
-    The first call for each d_model and d_ff is slow, because it compiles the kernels.
+    The first call for each d_model, d_ff and dtype is slow: it compiles the kernels.
     Inputs, pre-activations and the dropout mask (N, F) are saved for backward.
     """
     from moe_ffn.kernels.triton.launch import experts  # imports triton, which is optional

@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
 from moe_ffn.kernels.autograd import NUM_GRADIENTS, register
 from moe_ffn.kernels.triton.backward import (
@@ -49,54 +50,75 @@ class Tile:
 Tiles = dict[str, dict[int, Tile]]
 """Kernel -> rows per expert from which a tile is used -> that tile."""
 
+
+def _same(tile: Tile) -> Tiles:
+    kernels = ("hidden", "product", "hidden_gradient", "up_gradient", "down_gradient")
+    return {kernel: {0: tile} for kernel in kernels}
+
+
 # Chosen by what is known before a launch, never by a stopwatch: the tile sets the order of sums, so times
-# would make the bits of a run depend on what else the machine does. `tests/kernels/compile_kernels.py`
-# compiles all of them for five kinds of GPU; docs/performance has the times on an H200.
+# would make the bits of a run depend on what else the machine does. docs/performance has the times.
 
-LARGE: Tiles = {
-    "hidden": {
-        0: Tile(16, 64, 128, 3, 4),
-        24: Tile(64, 64, 64, 4, 4),
-        192: Tile(128, 128, 64, 3, 8),
+TILES: dict[tuple[str, str], Tiles] = {
+    ("hopper", "half"): {
+        "hidden": {
+            0: Tile(16, 64, 128, 3, 4),
+            24: Tile(64, 64, 64, 4, 4),
+            192: Tile(128, 128, 64, 3, 8),
+        },
+        "product": {
+            0: Tile(16, 64, 128, 3, 4),
+            24: Tile(64, 128, 64, 4, 4),
+            192: Tile(128, 256, 64, 4, 8),
+        },
+        "hidden_gradient": {0: Tile(64, 64, 64, 4, 4), 192: Tile(128, 128, 64, 4, 8)},
+        "up_gradient": {0: Tile(128, 128, 64, 3, 8), 1024: Tile(256, 128, 64, 4, 8)},
+        "down_gradient": {0: Tile(128, 128, 64, 3, 8)},
     },
-    "product": {
-        0: Tile(16, 64, 128, 3, 4),
-        24: Tile(64, 128, 64, 4, 4),
-        192: Tile(128, 256, 64, 4, 8),
+    ("hopper", "tf32"): {
+        **_same(Tile(128, 128, 32, 3, 8)),
+        "hidden_gradient": {0: Tile(128, 64, 32, 3, 8)},
     },
-    "hidden_gradient": {0: Tile(64, 64, 64, 4, 4), 192: Tile(128, 128, 64, 4, 8)},
-    "up_gradient": {0: Tile(128, 128, 64, 3, 8), 1024: Tile(256, 128, 64, 4, 8)},
-    "down_gradient": {0: Tile(128, 128, 64, 3, 8)},
+    ("hopper", "float32"): {
+        **_same(Tile(64, 64, 32, 3, 8)),
+        "product": {0: Tile(128, 128, 32, 3, 8)},
+        "up_gradient": {0: Tile(128, 128, 32, 3, 8)},
+        "down_gradient": {0: Tile(128, 128, 32, 3, 8)},
+    },
+    ("ampere", "half"): {
+        "hidden": {
+            0: Tile(16, 64, 128, 3, 4),
+            24: Tile(64, 64, 64, 3, 4),
+            192: Tile(128, 64, 64, 3, 8),
+        },
+        "product": {
+            0: Tile(16, 64, 128, 3, 4),
+            24: Tile(64, 128, 64, 3, 4),
+            192: Tile(128, 256, 64, 3, 8),
+        },
+        "hidden_gradient": {0: Tile(64, 128, 64, 3, 8)},
+        "up_gradient": {0: Tile(128, 128, 64, 3, 8)},
+        "down_gradient": {0: Tile(128, 128, 64, 3, 8)},
+    },
+    ("ampere", "tf32"): {
+        **_same(Tile(128, 128, 32, 3, 8)),
+        "hidden": {0: Tile(64, 64, 32, 3, 4)},
+        "hidden_gradient": {0: Tile(64, 64, 32, 3, 8)},
+    },
+    ("ampere", "float32"): {
+        **_same(Tile(64, 64, 32, 3, 8)),
+        "product": {0: Tile(128, 128, 32, 3, 8)},
+    },
 }
-"""For bfloat16 and float16 on GPUs with 227 KB of shared memory for a program."""
+"""(kind of GPU, precision) -> tiles, none of which spills registers on the GPUs of that kind.
 
-SMALL: Tiles = {
-    "hidden": {
-        0: Tile(16, 64, 128, 3, 4),
-        24: Tile(64, 64, 64, 3, 4),
-        192: Tile(128, 64, 64, 3, 8),
-    },
-    "product": {
-        0: Tile(16, 64, 128, 3, 4),
-        24: Tile(64, 64, 64, 3, 4),
-        192: Tile(128, 128, 64, 3, 8),
-    },
-    "hidden_gradient": {0: Tile(64, 64, 64, 3, 4), 192: Tile(128, 128, 64, 3, 8)},
-    "up_gradient": {0: Tile(128, 128, 64, 3, 8)},
-    "down_gradient": {0: Tile(128, 128, 64, 3, 8)},
-}
-"""The same on GPUs with 99 KB (consumers' GPUs) or 163 KB (A100); nobody has timed these."""
+"hopper" (compute capability 9.x to 11.x) multiplies from shared memory, of which a program may have 227 KiB.
+Its tiles for bfloat16 and float16 were measured on an H200, where two tiles of 96 KiB share a multiprocessor.
+"ampere" (8.x, 12.x) multiplies from registers. Its tiles fit the 99 KiB of the smallest GPUs; no such GPU
+measured them.
+"""
 
-TF32: Tiles = {
-    **{kernel: {0: Tile(128, 128, 32, 3, 8)} for kernel in LARGE},
-    "hidden_gradient": {0: Tile(128, 64, 32, 3, 8)},
-}
-"""For products of float32 in tf32 on GPUs with 227 KB."""
-
-FLOAT32: Tiles = {kernel: {0: Tile(64, 64, 32, 3, 8)} for kernel in LARGE}
-"""For float32 elsewhere."""
-
-INTERPRETED: Tiles = {kernel: {0: Tile(16, 16, 16, 1, 1)} for kernel in LARGE}
+INTERPRETED = _same(Tile(16, 16, 16, 1, 1))
 """The smallest, so that the small layers of tests have several tiles."""
 
 GROUP = 2 if knobs.runtime.interpret else 8
@@ -113,23 +135,16 @@ _bias_gradient_kernel: Any = bias_gradient_kernel
 _combine_kernel: Any = combine_kernel
 
 
-def tile_for(by_rows: dict[int, Tile], rows_per_expert: int) -> Tile:
-    """Return the tile for a mean load of an expert."""
-    return by_rows[max(least for least in by_rows if least <= rows_per_expert)]
-
-
-def find_tiles(dtype: torch.dtype, capability: tuple[int, int], precision: str) -> Tiles:
-    """Return the tiles of all kernels.
-
-    Args:
-        dtype: dtype of the rows.
-        capability: compute capability of the GPU.
-        precision: precision of float32 products, "ieee" or "tf32".
-    """
-    is_large = capability[0] in (9, 10)
+def find_tiles(dtype: torch.dtype) -> Tiles:
+    """Return the tiles of all kernels for this dtype on the current GPU."""
+    if knobs.runtime.interpret:
+        return INTERPRETED
+    target: Any = driver.active.get_current_target()
+    kind = "ampere" if target.arch // 10 in (8, 12) else "hopper"
     if dtype != torch.float32:
-        return LARGE if is_large else SMALL
-    return TF32 if is_large and precision == "tf32" else FLOAT32
+        return TILES[kind, "half"]
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return TILES[kind, "float32" if exact else "tf32"]
 
 
 # ------------------------------------------------------------------------------- launches
@@ -156,11 +171,9 @@ class Rows:
 
     def tile(self, kernel: str) -> Tile:
         """Return the tile of a kernel; the host knows the mean load of an expert, not each load."""
-        tiles = INTERPRETED
-        if not knobs.runtime.interpret:
-            capability = torch.cuda.get_device_capability(self.offsets_E.device)
-            tiles = find_tiles(self.dtype, capability, _product_options()["PRECISION"])
-        return tile_for(tiles[kernel], len(self) // self.num_experts)
+        mean = len(self) // self.num_experts
+        by_rows = find_tiles(self.dtype)[kernel]
+        return by_rows[max(least for least in by_rows if least <= mean)]
 
     def grid(self, tile: Tile, width: int) -> tuple[int]:
         """Return the grid, with enough programs for the tiles of any loads of the experts."""
