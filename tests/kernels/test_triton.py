@@ -285,6 +285,18 @@ SHARED_MEMORY = {80: 99, 90: 227, 100: 227}
 """Compute capability -> KiB that one program may have; GPUs of 8.6, 8.9 and 12.0 have the tiles of 8.0."""
 
 
+@pytest.mark.parametrize(("num_pairs", "rows"), [(0, 16), (71, 16), (72, 128), (9000, 128)])
+def test_a_tile_is_chosen_by_rows_per_expert(
+    num_pairs: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_ffn.kernels.triton import launch
+
+    tiles = {"product": {0: launch.Tile(16, 64, 128, 3, 4), 24: launch.Tile(128, 128, 64, 3, 8)}}
+    monkeypatch.setattr(launch, "find_tiles", lambda dtype: tiles)
+    of_three = launch.Rows(torch.zeros(num_pairs), torch.zeros(3), torch.bfloat16)
+    assert of_three.tile("product").m == rows
+
+
 def compile_for_gpus(*words: str) -> list[dict[str, Any]]:
     """Compile the launches of real models, in a process of its own, whose interpreter is off."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
