@@ -61,7 +61,7 @@ UNITS = re.compile(
 NAMES = r"(?<!\S)--[a-z][\w.-]*\w|(?<![\w./-])(?:[a-z]\w*\.)*[a-z]+(?:_[a-z0-9]+)+(?:\.\w+)*"
 """Flags, and names with an underscore, in plain text."""
 
-LINKED = re.compile(r"\]\((\w+|\w+/index|studies/README)\.(?:md|ipynb)\)")
+LINKED = re.compile(r"\]\((\w+|\w+/index|studies/README|\.\./performance/[\w-]+)\.(?:md|ipynb)\)")
 """Link to a page of the same folder, or to the index of a folder in it."""
 
 
