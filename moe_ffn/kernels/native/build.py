@@ -104,6 +104,7 @@ def _flags(is_clang: bool) -> list[str]:
     flags = [*FLAGS.split(), *([] if is_clang else FLAGS_OF_GCC.split())]
     flags += [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
     flags += INSTRUCTION_SETS[kind].split()
+    flags += os.environ.get("MOE_TUNE", "").split()
     if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
         flags.append("-mavx512bf16")
     flags += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
