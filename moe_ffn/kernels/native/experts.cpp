@@ -183,7 +183,7 @@ struct Forward {
     const auto own = c10::CppTypeToScalarType<P>::value;
     const bool is_in_place =
         layer.up.dtype == own && layer.down.dtype == own && padded<P>(D) == D && padded<P>(F) == F;
-    return is_bitwise<P>() && is_in_place && layer.load(e) * (2 * D + H + F) < H * D + D * F;
+    return is_bitwise<P>() && is_in_place && MOE_FFN_ROW_COST * layer.load(e) * (2 * D + H + F) < H * D + D * F;
   }
 
   // C = A times the transpose of a matrix with `rows` rows.

@@ -8,10 +8,8 @@
 
 namespace moe_ffn {
 
-#ifndef MOE_FFN_TILE
-#define MOE_FFN_TILE 64
-#endif
-constexpr int64_t TILE = MOE_FFN_TILE;    // maximum rows of a tile, which one thread computes
+// MOE_FFN_... are columns of the table in build.py.
+constexpr int64_t TILE = MOE_FFN_TILE;  // maximum rows of a tile, which one thread computes
 constexpr int64_t CHUNK = 512;  // maximum rows of a chunk, whose part of a matrix's gradient is one product
 constexpr int64_t BLOCK = 128;  // maximum rows of a matrix whose gradient one task computes
 // Maximum size of the copies and operands of a group.
@@ -21,7 +19,7 @@ constexpr int64_t ALONE_BYTES = 8 << 20;
 // Without gradients, matrices are not copied if experts have at most this many rows on average.
 constexpr int64_t FEW_ROWS = 8;
 // The backward pass copies float32 matrices if an expert has at least this many rows.
-constexpr int64_t COPIED_ROWS = 256;
+constexpr int64_t COPIED_ROWS = MOE_FFN_COPIED_ROWS;
 // Stores bypass the caches if all experts' gradients of a matrix have at least this size.
 constexpr int64_t STREAMED_BYTES = 32 << 20;
 constexpr int64_t AHEAD = 4;  // prefetch distance in rows

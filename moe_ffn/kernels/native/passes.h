@@ -162,9 +162,6 @@ inline T* scratch(int slot, int64_t n) {
 // -- layout of operands
 
 // Number of columns in a panel of the second operand; a panel is stored row by row.
-#ifndef MOE_FFN_PANEL
-#define MOE_FFN_PANEL 64
-#endif
 constexpr int64_t PANEL = MOE_FFN_PANEL;
 
 // Write two rows (one, if a unit is one number) as one row of units.
@@ -211,10 +208,10 @@ inline int64_t panel_width(int64_t columns, int64_t panel) { return std::min(PAN
 // Longer sums are split, so that a panel stays in the L2 cache.
 constexpr int64_t MAX_SUM = 512;
 
-// True if oneDNN multiplies tiles of this type: only on x86, and unless the user turned oneDNN off.
+// True if oneDNN multiplies tiles of this type: only on x86, unless the table of build.py or the user turned it off.
 template <class P>
 [[gnu::noinline]] inline bool has_tiles() {
-  if (!at::globalContext().userEnabledMkldnn()) return false;
+  if (!MOE_FFN_ONEDNN || !at::globalContext().userEnabledMkldnn()) return false;
   static const bool has = [] {
     const P A[2] = {}, B[2 * PANEL] = {};
     float C[PANEL];

@@ -260,9 +260,14 @@ def test_a_cache_is_not_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -
 )
 @pytest.mark.usefixtures("folder")
 def test_it_is_compiled_ahead(
-    body: str, said: str, compiler: Compiler, capsys: pytest.CaptureFixture[str]
+    body: str,
+    said: str,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     compiler(body)
+    monkeypatch.setattr(sys, "argv", ["native"])
     runpy.run_module("moe_ffn.kernels.native", run_name="__main__")
     assert capsys.readouterr().out == f"{said}\n"
 
