@@ -22,7 +22,7 @@ from moe_ffn.kernels.native.build import Kind
 from moe_ffn.kernels.routing import sort_by_expert
 from moe_ffn.outputs import Plan
 
-LAYERS = ((2048, 512, 512, 8, 2), (2048, 256, 64, 128, 8), (512, 512, 512, 8, 2))
+LAYERS = ((2048, 1024, 1024, 8, 2), (2048, 256, 64, 128, 8), (512, 512, 512, 8, 2))
 """T, D, F, E, K of the layers to time, in float32."""
 
 CANDIDATES: Sequence[Sequence[dict[str, int]]] = (
