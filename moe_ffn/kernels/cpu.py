@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, get_args
 
@@ -201,14 +202,14 @@ def _operator_args(inputs: Inputs) -> tuple[Any, ...]:
     )
 
 
-def _native_forward(inputs: Inputs, kept: Tensor | None) -> Tensor:
+def _native_forward(operators: Any, inputs: Inputs, kept: Tensor | None) -> Tensor:
     y_TD = torch.empty_like(inputs.x_TD, memory_format=torch.contiguous_format)
-    torch.ops.moe_ffn_cpu.experts_forward(*_operator_args(inputs), kept, y_TD)
+    operators.experts_forward(*_operator_args(inputs), kept, y_TD)
     return y_TD
 
 
 def _native_backward(
-    inputs: Inputs, kept: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
+    operators: Any, inputs: Inputs, kept: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
 ) -> Gradients:
     layer = _operator_args(inputs)
     wants_x, _, *wants = wanted
@@ -220,19 +221,24 @@ def _native_backward(
         empty_gradient(parameter) if want and parameter is not None else None
         for parameter, want in zip(inputs.parameters, wants, strict=True)
     ]
-    torch.ops.moe_ffn_cpu.experts_backward(
+    operators.experts_backward(
         *layer, kept, grad_y_TD.contiguous(), grad_x_TD, grad_weights_N, *gradients
     )
     return grad_x_TD, grad_weights_N.to(inputs.weights_N.dtype), *gradients
 
 
-NATIVE = Implementation(_native_forward, _native_backward)
+def compiled(operators: Any) -> Implementation:
+    """Return both passes of a compiled library, a namespace of `torch.ops`."""
+    return Implementation(partial(_native_forward, operators), partial(_native_backward, operators))
+
+
+NATIVE = compiled(torch.ops.moe_ffn_cpu)
 
 
 # -- memory of gradients
 
-LARGE_BYTES = 32 * 2**20
-"""Size from which glibc returns freed memory to the system (the maximum of M_MMAP_THRESHOLD)."""
+LARGE_BYTES = 2**20
+"""Size from which freed memory is likely to return to the system: directly, or as glibc trims its heap."""
 
 ALIGNMENT = 64
 """Bytes of a cache line, and of the widest vector register."""

@@ -1,6 +1,7 @@
 """The compiled experts where tiles, chunks, panels, blocks and groups end, held to `loop` in float64.
 
-Tiles are 64 rows, chunks 512, panels 64 columns, sums 512 numbers, blocks 128 rows, groups 8 MiB.
+Tiles are 64 or 96 rows, panels 32 or 64 columns, by the kind of CPU; chunks are 512 rows, sums 512 numbers,
+blocks 128 rows, groups 8 MiB.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from moe_ffn.kernels import cpu as backend
 from moe_ffn.kernels.activations import ClampedSwiGLU
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.cpu import NATIVE, Gradients, Implementation, native, run
-from moe_ffn.kernels.native.build import unavailable_reason
+from moe_ffn.kernels.native import build
+from moe_ffn.kernels.native.build import Kind, unavailable_reason
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.outputs import Plan
 from tests.kernels.derivatives import NAMES, Given, assert_close, derive, exact, leaves_of
@@ -184,6 +186,12 @@ def test_gradients_too_large_for_a_cache_are_those_of_the_loop(d_model: int) -> 
     assert_close(derive(native, *given), derive(loop, *given), 1e-5)
 
 
+def test_rows_too_large_for_a_thread_to_keep_are_those_of_the_loop() -> None:
+    """Rows of 64 MiB and more are allocated in each pass."""
+    given = Case(30, 1024, 2, (16400,), torch.float32, {"gated": True}).given()
+    assert_close(derive(native, *given), derive(loop, *given), 1e-4)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_clamped_units_are_those_of_the_loop(interleaved: bool) -> None:
     options = {"gated": True, "gate_function": ClampedSwiGLU(1.7, 0.5), "interleaved": interleaved}
@@ -340,10 +348,27 @@ def test_what_is_frozen_costs_no_gradient(frozen: tuple[str, ...]) -> None:
     assert computed == [{*NAMES} - {*frozen}]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [*build.KINDS.values(), Kind("", onednn=0, panel=256, tile=128)])
+@pytest.mark.parametrize("shape", ["tails", "long sums", "groups", "few rows"])
+def test_the_sizes_of_every_kind_of_cpu_give_the_results_of_the_loop(
+    shape: str, sizes: Kind
+) -> None:
+    """With oneDNN's products and with torch's own."""
+    row = replace(sizes, flags=build.KINDS[build.kind_of_cpu()].flags)
+    implementation = backend.compiled(build.load_sizes(row))
+    given = Case(*SHAPES[shape], torch.float32, {"gated": True}).given()
+    got = derive(lambda *layer: run(implementation, *layer), *given)
+    assert_close(got, derive(loop, *exact(*given)), TOLERANCES[torch.float32])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_does_without_onednn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", ["tails", "long sums", "groups", "few rows"])
+def test_it_does_without_onednn(
+    shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # As on ARM, where oneDNN multiplies no tiles, or where `torch.backends.mkldnn` is turned off.
-    case = Case(*SHAPES["tails"], dtype, {"gated": True})
+    case = Case(*SHAPES[shape], dtype, {"gated": True})
     given = case.given()
     monkeypatch.setattr(backend, "product_dtype_on_cpu", lambda dtype: dtype)
     torch._C._set_mkldnn_enabled(False)

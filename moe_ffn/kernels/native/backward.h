@@ -109,14 +109,12 @@ struct Backward {
         starts.push_back(starts.back() + chunk_units(chunk.stop - chunk.start));
       max_units = std::max(max_units, starts.back());
     }
-    const auto numbers = at::TensorOptions(c10::CppTypeToScalarType<P>::value);
     const auto unit = at::TensorOptions(c10::CppTypeToScalarType<U>::value);
     packed = at::empty({int64_t(max_parts), copies.num_units}, unit);
     operands = at::empty({max_units, row_width}, unit);
     // Sums of an expert whose rows span several groups.
     carry = at::empty({splits ? num_sums : 0}, at::TensorOptions(c10::CppTypeToScalarType<S>::value));
-    grad_x_ND = at::empty({gradients.x ? layer.N : 0, D}, numbers);
-    matrices = Rows(packed), grad_x_rows = Rows(grad_x_ND);
+    matrices = Rows(packed), grad_x_rows = temporary<P>(gradients.x ? layer.N : 0, D, grad_x_ND);
   }
 
   std::vector<Product> wanted_products() const {
@@ -260,9 +258,9 @@ struct Backward {
 
   // C (m, columns of the matrix) = A (m, K) times a matrix with K rows, plus C if `adds`.
   void times_matrix(int64_t e, const Rows& from, int64_t m, int64_t K, const P* A, const U* copy, S* C,
-                    bool adds = false) const {
-    if (!reads_in_place(e)) return multiply<P>(m, from.width, K, A, copy, C, adds);
-    multiply<P>(m, from.width, K, A, from.row<U>(e * K), from.width, PANEL, C, adds);
+                    int64_t ldc, bool adds = false) const {
+    if (!reads_in_place(e)) return multiply<P>(m, from.width, K, A, copy, C, ldc, adds);
+    multiply<P>(m, from.width, K, A, from.row<U>(e * K), from.width, PANEL, C, ldc, adds);
   }
 
   // -- operands of the gradients of matrices
@@ -308,16 +306,16 @@ struct Backward {
       into.second(rank, to, [&](int64_t r) { return low + r * ld; });
     };
     auto low_gradient = [&](const Rows& b, int64_t rank, int64_t K, const P* rows, int64_t copy) {
-      return to_operand<P>(m, rank, 20, [&](S* C) { times_matrix(e, b, m, K, rows, matrix + copy, C); });
+      return to_operand<P>(m, rank, 20, [&](S* C, int64_t ld) { times_matrix(e, b, m, K, rows, matrix + copy, C, ld); });
     };
 
     gather<P>(layer, grad_y, start, stop, dy);
     if (to[D_DOWN]) into.first(dy, D, ld_D, pairs, to[D_DOWN]);
-    times_matrix(e, layer.down, m, D, dy, matrix + down, sums);
+    times_matrix(e, layer.down, m, D, dy, matrix + down, sums, padded_stride<S>(F));
     if (down_rank) {
       const P* d_low = low_gradient(layer.down_factors.b, down_rank, D, dy, down_b);
       if (to[D_DOWN_LOW]) into.first(d_low, down_rank, padded_stride<P>(down_rank), pairs, to[D_DOWN_LOW]);
-      times_matrix(e, layer.down_factors.a, m, down_rank, d_low, matrix + down_a, sums, true);
+      times_matrix(e, layer.down_factors.a, m, down_rank, d_low, matrix + down_a, sums, padded_stride<S>(F), true);
     }
     const S* down_bias = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r)
@@ -329,9 +327,10 @@ struct Backward {
     if (up_rank) d_low = low_gradient(layer.up_factors.b, up_rank, H, du, up_b);
     if (to[D_UP_LOW]) into.first(d_low, up_rank, padded_stride<P>(up_rank), pairs, to[D_UP_LOW]);
     if (gradients.x) {
-      times_matrix(e, layer.up, m, H, du, matrix + up, sums);
-      if (up_rank) times_matrix(e, layer.up_factors.a, m, up_rank, d_low, matrix + up_a, sums, true);
-      for (int64_t r = 0; r < m; ++r) grad_x_rows.write(start + r, sums + r * padded_stride<S>(D));
+      const Sums<S> dx(grad_x_rows, start, m, D, sums);
+      times_matrix(e, layer.up, m, H, du, matrix + up, dx.data, dx.ld);
+      if (up_rank) times_matrix(e, layer.up_factors.a, m, up_rank, d_low, matrix + up_a, dx.data, dx.ld, true);
+      for (int64_t r = 0; !dx.in_place && r < m; ++r) grad_x_rows.write(start + r, dx.row(r));
     }
     if (to[D_UP]) into.first(du, H, ld_H, pairs, to[D_UP]);
     if (to[X]) {

@@ -15,8 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,16 +32,40 @@ SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h", "routing.h")
 VARIABLE = "MOE_FFN_NATIVE"
 """Environment variable; `0` turns the compiled kernels off."""
 
-INSTRUCTION_SETS = {
-    "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c",
-    "AVX2": "-mavx2 -mfma -mf16c",
-    "DEFAULT": "-DAT_BUILD_ARM_VEC256_WITH_SLEEF",
-}
-"""Compiler flags for each kind of CPU that at::vec supports.
 
-They name instruction sets instead of `-march=native`, so that a library runs on every CPU of its kind. The
-flag of DEFAULT enables torch's vector exponential on ARM with NEON; SVE would need its own flags.
-"""
+@dataclass(frozen=True)
+class Kind:
+    """Compiler flags and sizes of the kernels for one kind of CPU; the sizes are macros in C++."""
+
+    flags: str
+    """Instruction sets instead of `-march=native`, so that a library runs on every CPU of its kind."""
+    onednn: int = 1
+    """1 if oneDNN multiplies tiles; 0 for torch's `mm`, which also runs if oneDNN is missing or off."""
+    panel: int = 64
+    """Columns of a panel of the second operand."""
+    tile: int = 64
+    """Maximum rows of an expert that one thread takes at a time."""
+    copied_rows: int = 256
+    """Rows of an expert from which on the backward pass copies its float32 matrices into panels."""
+    row_cost: int = 1
+    """Cost of transposing a number of a row, and of the products with it; that of a matrix costs 1."""
+
+    @property
+    def macros(self) -> list[str]:
+        return [f"-DMOE_FFN_{n.upper()}={v}" for n, v in vars(self).items() if n != "flags"]
+
+
+# `python -m moe_ffn.kernels.native --tune` measures a row. Speeds are those of one thread.
+KINDS = {
+    # Zen 4: other panels and tiles are equal or up to 8 % slower.
+    "AVX512": Kind("-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c"),
+    # Zen 3, products of 64 x 1024 x 512: 80 to 94 GFLOP/s with panels of 32 columns, 74 to 96 with 16, 74 to
+    # 83 with 64, 63 to 79 by MKL. Layers with MKL take 1.2 to 1.4 times as long.
+    "AVX2": Kind("-mavx2 -mfma -mf16c", panel=32, tile=96, copied_rows=64, row_cost=2),
+    # Not measured. The flag enables torch's vector exponential on ARM with NEON; SVE needs other flags.
+    "DEFAULT": Kind("-DAT_BUILD_ARM_VEC256_WITH_SLEEF"),
+}
+"""A row for each kind of CPU that at::vec supports."""
 
 FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
 FLAGS_OF_GCC = (
@@ -67,8 +93,7 @@ def load() -> str | None:
     if sys.platform == "win32":
         return "is not compiled on Windows"
     try:
-        compiler = shlex.split(os.environ.get("CXX", ""))  # several words, such as `ccache g++`
-        compiler = compiler or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
+        compiler = _find_compiler()
         if not compiler:
             return "needs a C++ compiler: neither g++ nor clang++ was found"
         command, library = _command(compiler)
@@ -85,10 +110,36 @@ def load() -> str | None:
     return None
 
 
-def _command(compiler: list[str]) -> tuple[list[str], Path]:
-    """Return the compiler command without files, and the path of the library."""
+def load_sizes(row: Kind) -> Any:
+    """Compile the kernels with the sizes of a row, next to those of the table; return the operators.
+
+    Raises:
+        CalledProcessError: the compiler fails.
+    """
+    name = "_".join(["moe_ffn", *(str(size) for key, size in vars(row).items() if key != "flags")])
+    operators = getattr(torch.ops, f"{name}_cpu")
+    if hasattr(operators, "experts_forward"):
+        return operators
+    with tempfile.TemporaryDirectory() as folder:
+        for source in SOURCES:
+            text = (HERE / source).read_text().replace("moe_ffn", name)
+            (Path(folder) / source).write_text(text)
+        library = Path(folder) / f"{name}.so"
+        _compile(_command(_find_compiler(), row)[0], Path(folder), library)
+        torch.ops.load_library(library)
+    return operators
+
+
+def _find_compiler() -> list[str]:
+    """Return the words of the compiler's name, or nothing."""
+    given = shlex.split(os.environ.get("CXX", ""))  # several words, such as `ccache g++`
+    return given or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
+
+
+def _command(compiler: list[str], row: Kind | None = None) -> tuple[list[str], Path]:
+    """Return the compiler command without files, and the path of the library; see `_flags`."""
     version = _run([*compiler, "--version"])
-    command = [*compiler, *_flags(is_clang="clang" in version)]
+    command = [*compiler, *_flags("clang" in version, row)]
     inputs = [torch.__version__, platform.machine(), version, *command]
     inputs += [(HERE / name).read_text() for name in SOURCES]
     key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
@@ -97,13 +148,20 @@ def _command(compiler: list[str]) -> tuple[list[str], Path]:
     return command, cache_home / "moe_ffn" / f"native-{key}.so"
 
 
-def _flags(is_clang: bool) -> list[str]:
-    torch_folder = Path(torch.__file__).parent
+def kind_of_cpu() -> str:
+    """Return the key of `KINDS` for this CPU."""
     kind = torch.backends.cpu.get_cpu_capability()
-    kind = kind if kind in INSTRUCTION_SETS else "DEFAULT"  # for "NO AVX" and "SVE256"
+    return kind if kind in KINDS else "DEFAULT"  # for "NO AVX" and "SVE256"
+
+
+def _flags(is_clang: bool, row: Kind | None = None) -> list[str]:
+    """Return the flags for this CPU, with the sizes of `row` or those of the table."""
+    torch_folder = Path(torch.__file__).parent
+    kind = kind_of_cpu()
+    row = row or KINDS[kind]
     flags = [*FLAGS.split(), *([] if is_clang else FLAGS_OF_GCC.split())]
     flags += [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
-    flags += INSTRUCTION_SETS[kind].split()
+    flags += [*row.flags.split(), *row.macros]
     if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
         flags.append("-mavx512bf16")
     flags += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
@@ -122,8 +180,12 @@ def _build(command: list[str], library: Path) -> None:
         log.warning("compiling the CPU kernels, once (10 to 20 s)")
         with tempfile.TemporaryDirectory() as folder:
             compiled = Path(folder) / library.name
-            _run([*command, str(HERE / SOURCES[0]), "-o", str(compiled), "-ltorch_cpu", "-lc10"])
+            _compile(command, HERE, compiled)
             write_atomically(library, compiled.read_bytes())
+
+
+def _compile(command: list[str], sources: Path, library: Path) -> None:
+    _run([*command, str(sources / SOURCES[0]), "-o", str(library), "-ltorch_cpu", "-lc10"])
 
 
 def _run(command: list[str]) -> str:

@@ -138,8 +138,8 @@ struct Forward {
   const int64_t up = copies.add(layer.up, H, true), down = copies.add(layer.down, D, true);
   // An adapter's copy of A, followed by that of B.
   const int64_t up_adapter = add_copies(layer.up_factors, H), down_adapter = add_copies(layer.down_factors, D);
-  Tensor y_ND = at::empty({layer.N, D}, at::TensorOptions(c10::CppTypeToScalarType<P>::value));
-  const Rows rows_out = Rows(y_ND);
+  Tensor y_ND;
+  const Rows rows_out = temporary<P>(layer.N, D, y_ND);
 
   int64_t add_copies(const Factors& factors, int64_t rows) {
     if (!factors.rank) return 0;
@@ -183,16 +183,16 @@ struct Forward {
     const auto own = c10::CppTypeToScalarType<P>::value;
     const bool is_in_place =
         layer.up.dtype == own && layer.down.dtype == own && padded<P>(D) == D && padded<P>(F) == F;
-    return is_bitwise<P>() && is_in_place && layer.load(e) * (2 * D + H + F) < H * D + D * F;
+    return is_bitwise<P>() && is_in_place && MOE_FFN_ROW_COST * layer.load(e) * (2 * D + H + F) < H * D + D * F;
   }
 
   // C = A times the transpose of a matrix with `rows` rows.
   void times_matrix(int64_t e, const Rows& from, int64_t rows, int64_t m, const P* A, const U* copy,
-                    S* C) const {
+                    const Sums<S>& C) const {
     if (transposes_rows(e))
-      multiply_transposed<P>(m, rows, from.width, A, from.row<P>(e * rows), C);
+      multiply_transposed<P>(m, rows, from.width, A, from.row<P>(e * rows), C.data, C.ld);
     else
-      multiply<P>(m, rows, from.width, A, copy, C);
+      multiply<P>(m, rows, from.width, A, copy, C.data, C.ld);
   }
 
   [[gnu::noinline]] void copy(int64_t e, int64_t panel, U* to) const {
@@ -202,42 +202,45 @@ struct Forward {
   // Add the product of the rows (m, K) from `start` on with an adapter, B (A x), to C (m, N). Keep A x in the
   // columns from `column` on.
   void add_adapter(const Factors& factors, int64_t start, int64_t m, int64_t N, int64_t K, const P* rows,
-                   const U* copy, S* C, int64_t column) const {
+                   const U* copy, const Sums<S>& C, int64_t column) const {
     const int64_t rank = factors.rank;
     if (!rank) return;
-    const P* low = to_operand<P>(m, rank, 8, [&](S* sums) { multiply<P>(m, rank, K, rows, copy, sums); });
+    const P* low = to_operand<P>(m, rank, 8, [&](S* sums, int64_t ld) { multiply<P>(m, rank, K, rows, copy, sums, ld); });
     for (int64_t r = 0; kept && r < m; ++r) kept.write(start + r, low + r * padded_stride<P>(rank), column, rank);
-    multiply<P>(m, N, rank, low, copy + panels(rank) * PANEL * units<P>(K), C, true);
+    multiply<P>(m, N, rank, low, copy + panels(rank) * PANEL * units<P>(K), C.data, C.ld, true);
   }
 
   [[gnu::noinline]] void tile(int64_t e, int64_t start, int64_t stop, const U* matrix) const {
     const int64_t m = stop - start;
     P *x = scratch<P>(0, (TILE + 1) * padded_stride<P>(D)), *hidden = scratch<P>(1, TILE * padded_stride<P>(F));
-    S *sums = scratch<S>(2, TILE * padded_stride<S>(std::max(H, D))), *value = scratch<S>(4, F);
+    S *buffer = scratch<S>(2, TILE * padded_stride<S>(std::max(H, D))), *value = scratch<S>(4, F);
     S* bias = scratch<S>(5, std::max(H, D));
+    // Products write to `kept` if it has no other columns.
+    const Sums<S> up_sums(kept.width == H ? kept : Rows(), start, m, H, buffer);
     gather<P>(layer, layer.x, start, stop, x);
-    times_matrix(e, layer.up, H, m, x, matrix + up, sums);
-    add_adapter(layer.up_factors, start, m, H, D, x, matrix + up_adapter, sums, H);
+    times_matrix(e, layer.up, H, m, x, matrix + up, up_sums);
+    add_adapter(layer.up_factors, start, m, H, D, x, matrix + up_adapter, up_sums, H);
     const S* added = layer.up_bias ? layer.up_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
-      S* row = sums + r * padded_stride<S>(H);
+      S* row = up_sums.row(r);
       if (added)
         for (int64_t h = 0; h < H; ++h) row[h] += added[h];
-      if (kept) kept.write(start + r, row, 0, H);
+      if (kept && !up_sums.in_place) kept.write(start + r, row, 0, H);
       layer.hidden_units(start + r, row, value);
       P* to = hidden + r * padded_stride<P>(F);
       convert(value, to, F);
       std::fill(to + F, to + padded<P>(F), P(0));
     }
-    times_matrix(e, layer.down, D, m, hidden, matrix + down, sums);
-    add_adapter(layer.down_factors, start, m, D, F, hidden, matrix + down_adapter, sums,
+    const Sums<S> down_sums(rows_out, start, m, D, buffer);
+    times_matrix(e, layer.down, D, m, hidden, matrix + down, down_sums);
+    add_adapter(layer.down_factors, start, m, D, F, hidden, matrix + down_adapter, down_sums,
                 H + layer.up_factors.rank);
     added = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
-      S* row = sums + r * padded_stride<S>(D);
+      S* row = down_sums.row(r);
       if (added)
         for (int64_t d = 0; d < D; ++d) row[d] += added[d];
-      rows_out.write(start + r, row);
+      if (!down_sums.in_place) rows_out.write(start + r, row);
     }
   }
 };

@@ -8,7 +8,8 @@
 
 namespace moe_ffn {
 
-constexpr int64_t TILE = 64;    // maximum rows of a tile, which one thread computes
+// MOE_FFN_... are columns of the table in build.py.
+constexpr int64_t TILE = MOE_FFN_TILE;  // maximum rows of a tile, which one thread computes
 constexpr int64_t CHUNK = 512;  // maximum rows of a chunk, whose part of a matrix's gradient is one product
 constexpr int64_t BLOCK = 128;  // maximum rows of a matrix whose gradient one task computes
 // Maximum size of the copies and operands of a group.
@@ -18,7 +19,7 @@ constexpr int64_t ALONE_BYTES = 8 << 20;
 // Without gradients, matrices are not copied if experts have at most this many rows on average.
 constexpr int64_t FEW_ROWS = 8;
 // The backward pass copies float32 matrices if an expert has at least this many rows.
-constexpr int64_t COPIED_ROWS = 256;
+constexpr int64_t COPIED_ROWS = MOE_FFN_COPIED_ROWS;
 // Stores bypass the caches if all experts' gradients of a matrix have at least this size.
 constexpr int64_t STREAMED_BYTES = 32 << 20;
 constexpr int64_t AHEAD = 4;  // prefetch distance in rows
@@ -411,6 +412,35 @@ void gather(const Layer& layer, const Rows& from, int64_t start, int64_t stop, P
     std::fill(to + D, to + padded<P>(D), P(0));
   }
   if (padded<P>(m) > m) std::fill_n(to, ld, P(0));
+}
+
+// Rows for the sums (m, width) of a tile: those from `start` on of the matrix that receives them, if products can
+// write there, and otherwise a buffer. Products write whole multiples of 8 rows.
+template <class S>
+struct Sums {
+  S* data;
+  int64_t ld;
+  bool in_place;
+
+  Sums(const Rows& into, int64_t start, int64_t m, int64_t width, S* buffer)
+      : data(buffer), ld(padded_stride<S>(width)), in_place(false) {
+    if (m % 8 || !into || into.dtype != c10::CppTypeToScalarType<S>::value) return;
+    data = into.row<S>(start), ld = into.width, in_place = true;
+  }
+  S* row(int64_t r) const { return data + r * ld; }
+};
+
+// Rows (n, width) for one pass. Up to 64 MiB of the calling thread are reused between passes.
+template <class P>
+Rows temporary(int64_t n, int64_t width, Tensor& owner) {
+  constexpr int64_t KEPT_BYTES = 64 << 20;
+  Rows rows;
+  if (n * width * int64_t(sizeof(P)) > KEPT_BYTES) {
+    owner = at::empty({n, width}, at::TensorOptions(c10::CppTypeToScalarType<P>::value));
+    return Rows(owner);
+  }
+  rows.data = scratch<P>(31, n * width), rows.dtype = c10::CppTypeToScalarType<P>::value, rows.width = width;
+  return rows;
 }
 
 }  // namespace moe_ffn

@@ -161,11 +161,17 @@ inline T* scratch(int slot, int64_t n) {
 
 // -- layout of operands
 
+// Number of columns in a panel of the second operand; a panel is stored row by row.
+constexpr int64_t PANEL = MOE_FFN_PANEL;
+
 // Write two rows (one, if a unit is one number) as one row of units.
 template <class P>
 inline void pair_rows(const P* first, const P* second, Unit<P>* to, int64_t n) {
   if constexpr (Operand<P>::per_unit == 1) {
-    std::memcpy(to, first, n * sizeof(P));
+    if (n == PANEL)
+      std::memcpy(to, first, PANEL * sizeof(P));  // of constant size, so the compiler needs no call
+    else
+      std::memcpy(to, first, n * sizeof(P));
   } else {
     auto* __restrict out = reinterpret_cast<uint32_t*>(to);
     auto* __restrict low = reinterpret_cast<const uint16_t*>(first);
@@ -196,19 +202,16 @@ inline void transpose(const T* from, int64_t ld_from, T* to, int64_t ld_to, int6
   at::vec::transpose_mxn<T>(from, ld_from, to, ld_to, int(rows), int(columns));
 }
 
-// Number of columns in a panel of the second operand; a panel is stored row by row.
-constexpr int64_t PANEL = 64;
-
 inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 inline int64_t panel_width(int64_t columns, int64_t panel) { return std::min(PANEL, columns - panel * PANEL); }
 
 // Longer sums are split, so that a panel stays in the L2 cache.
 constexpr int64_t MAX_SUM = 512;
 
-// True if oneDNN multiplies tiles of this type: only on x86, and unless the user turned oneDNN off.
+// True if oneDNN multiplies tiles of this type: only on x86, unless the table of build.py or the user turned it off.
 template <class P>
 [[gnu::noinline]] inline bool has_tiles() {
-  if (!at::globalContext().userEnabledMkldnn()) return false;
+  if (!MOE_FFN_ONEDNN || !at::globalContext().userEnabledMkldnn()) return false;
   static const bool has = [] {
     const P A[2] = {}, B[2 * PANEL] = {};
     float C[PANEL];
@@ -272,20 +275,20 @@ constexpr int64_t padded_stride(int64_t n) {
 // `next`, in units.
 template <class P>
 inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int64_t ldb, int64_t next,
-                     Sum<P>* C, bool adds = false) {
+                     Sum<P>* C, int64_t ldc, bool adds = false) {
   // Round M up, because oneDNN compiles one kernel per number of rows; the additional rows are not used.
   M = (M + 7) / 8 * 8;
   for (int64_t panel = 0; panel < panels(N); ++panel)
     for (int64_t k = 0; k < K; k += MAX_SUM)
       product(M, panel_width(N, panel), std::min(MAX_SUM, padded<P>(K) - k), A + k, padded_stride<P>(K),
-              B + panel * next + units<P>(k) * ldb, ldb, C + panel * PANEL, padded_stride<Sum<P>>(N), adds || k > 0);
+              B + panel * next + units<P>(k) * ldb, ldb, C + panel * PANEL, ldc, adds || k > 0);
 }
 
 // The same product for copied panels, which are contiguous.
 template <class P>
-inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C,
+inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C, int64_t ldc,
                      bool adds = false) {
-  multiply<P>(M, N, K, A, B, PANEL, units<P>(K) * PANEL, C, adds);
+  multiply<P>(M, N, K, A, B, PANEL, units<P>(K) * PANEL, C, ldc, adds);
 }
 
 // Return a product C (M, N) as an operand of other products, with a row of zeros if they read rows in pairs.
@@ -293,7 +296,7 @@ template <class P, class F>
 inline const P* to_operand(int64_t M, int64_t N, int slot, const F& multiply_to) {
   const int64_t ld_sums = padded_stride<Sum<P>>(N), ld = padded_stride<P>(N), rows = (M + 8) / 8 * 8;
   Sum<P>* sums = scratch<Sum<P>>(slot, rows * ld_sums);
-  multiply_to(sums);
+  multiply_to(sums, ld_sums);
   if constexpr (std::is_same_v<P, Sum<P>>) return sums;
   P* result = scratch<P>(slot + 1, rows * ld);
   for (int64_t r = 0; r < M; ++r) {
@@ -304,26 +307,29 @@ inline const P* to_operand(int64_t M, int64_t N, int slot, const F& multiply_to)
   return result;
 }
 
-// C (M, N) = A (M, K) times the transpose of a matrix (N, K) that was not copied, for M <= PANEL. This computes
-// the transpose of C as the matrix times the transpose of A, because it is fast to transpose few rows.
+// C (M, N) = A (M, K) times the transpose of a matrix (N, K) that was not copied. This computes the transpose of
+// C as the matrix times the transpose of A, because it is fast to transpose few rows.
 template <class P>
-inline void multiply_transposed(int64_t M, int64_t N, int64_t K, const P* A, const P* matrix, Sum<P>* C) {
+inline void multiply_transposed(int64_t M, int64_t N, int64_t K, const P* A, const P* matrix, Sum<P>* C,
+                                int64_t ldc) {
   const int64_t columns = (M + 15) / 16 * 16, length = units<P>(K);
-  Unit<P>* transposed = scratch<Unit<P>>(6, length * PANEL);
-  Sum<P>* sums = scratch<Sum<P>>(7, N * PANEL);
-  transpose(reinterpret_cast<const Unit<P>*>(A), units<P>(padded_stride<P>(K)), transposed, PANEL, M, length);
+  Unit<P>* transposed = scratch<Unit<P>>(6, length * columns);
+  Sum<P>* sums = scratch<Sum<P>>(7, N * columns);
+  transpose(reinterpret_cast<const Unit<P>*>(A), units<P>(padded_stride<P>(K)), transposed, columns, M, length);
   for (int64_t i = 0; i < length; ++i)
-    std::fill(transposed + i * PANEL + M, transposed + i * PANEL + columns, Unit<P>(0));
+    std::fill(transposed + i * columns + M, transposed + (i + 1) * columns, Unit<P>(0));
   constexpr int64_t ROWS = 32;  // rows at a time, while the next ones are prefetched from memory
   for (int64_t n = 0; n < N; n += ROWS) {
     const int64_t rows = std::min(ROWS, N - n), ahead = std::min(ROWS, N - n - rows) * K * sizeof(P);
     const char* next = reinterpret_cast<const char*>(matrix + (n + rows) * K);
     for (int64_t i = 0; i < ahead; i += 64) __builtin_prefetch(next + i, 0, 2);
-    for (int64_t k = 0; k < K; k += MAX_SUM)
-      product(rows, columns, std::min(MAX_SUM, K - k), matrix + n * K + k, K, transposed + units<P>(k) * PANEL,
-              PANEL, sums + n * PANEL, PANEL, k > 0);
+    for (int64_t panel = 0; panel < panels(columns); ++panel)
+      for (int64_t k = 0; k < K; k += MAX_SUM)
+        product(rows, panel_width(columns, panel), std::min(MAX_SUM, K - k), matrix + n * K + k, K,
+                transposed + units<P>(k) * columns + panel * PANEL, columns, sums + n * columns + panel * PANEL,
+                columns, k > 0);
   }
-  transpose(sums, PANEL, C, padded_stride<Sum<P>>(N), N, M);
+  transpose(sums, columns, C, ldc, N, M);
 }
 
 // Copy with stores that bypass the caches, because a large result would evict everything else.

@@ -6,11 +6,13 @@ Most compilers here are shell scripts, and what they write is no library: nothin
 from __future__ import annotations
 
 import platform
+import re
 import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -21,7 +23,9 @@ import torch
 
 from moe_ffn.kernels import cpu as choice
 from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.native import __main__ as native_main
 from moe_ffn.kernels.native import build
+from moe_ffn.kernels.native.build import Kind
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.outputs import Plan
 
@@ -208,17 +212,76 @@ def test_what_a_library_depends_on_has_one_of_its_own(
     assert library_of(tmp_path / "c++") != before
 
 
+SIZES = ("ONEDNN", "PANEL", "TILE", "COPIED_ROWS", "ROW_COST")
+
+
 @pytest.mark.parametrize(
-    ("kind", "taken"),
-    [("AVX512", "AVX512"), ("AVX2", "AVX2"), ("SVE256", "DEFAULT"), ("NO AVX", "DEFAULT")],
+    ("kind", "taken", "sizes"),
+    [
+        ("AVX512", "AVX512", (1, 64, 64, 256, 1)),
+        ("AVX2", "AVX2", (1, 32, 96, 64, 2)),
+        ("SVE256", "DEFAULT", (1, 64, 64, 256, 1)),
+        ("NO AVX", "DEFAULT", (1, 64, 64, 256, 1)),
+    ],
 )
 def test_a_library_is_for_every_cpu_of_its_kind(
-    kind: str, taken: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, taken: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kind)
     flags = build._flags(is_clang=False)
     assert not [flag for flag in flags if flag.startswith(("-march", "-mtune", "-mcpu"))]
     assert f"-DCPU_CAPABILITY_{taken}" in flags
+    wanted = {f"-DMOE_FFN_{name}={size}" for name, size in zip(SIZES, sizes, strict=True)}
+    assert {flag for flag in flags if flag.startswith("-DMOE_FFN_")} == wanted
+
+
+def test_a_row_changes_only_if_another_is_faster_by_more_than_noise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(rows: Sequence[Kind]) -> list[float]:
+        """Tiles of 128 rows save 1 %, panels of 32 columns 10 %; torch's products cost 30 %."""
+        factors = {32: 0.9}, {128: 0.99}
+        return [
+            factors[0].get(row.panel, 1.0)
+            * factors[1].get(row.tile, 1.0)
+            * (1 if row.onednn else 1.3)
+            for row in rows
+        ]
+
+    monkeypatch.setattr(native_main, "measure", measure)
+    assert native_main.tune(Kind("-mfma")) == Kind("-mfma", panel=32)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "{'onednn': 0, 'panel': 256, 'tile': 128}: 1.287 of the time"
+    assert lines[1:3] == ["{'panel': 16}: 1.000 of the time", "{'panel': 32}: 0.900 of the time"]
+
+
+@pytest.mark.slow
+def test_this_cpu_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native_main, "LAYERS", ((64, 32, 16, 4, 2),))
+    monkeypatch.setattr(native_main, "CANDIDATES", (({"tile": 40},),))
+    monkeypatch.setattr(sys, "argv", ["native", "--tune"])
+    native_main.main()
+    said, changed, row = capsys.readouterr().out.splitlines()
+    assert said == "the CPU kernels are compiled"
+    assert re.fullmatch(r"\{'tile': 40\}: [\d.]+ of the time", changed)
+    found = eval(f"{{{row}}}", {"Kind": Kind})
+    expected = build.KINDS[build.kind_of_cpu()]
+    assert replace(found[build.kind_of_cpu()], tile=expected.tile) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", build.KINDS)
+def test_the_kernels_compile_for_other_kinds_of_cpu(
+    kind: str, folder: Path, loaded: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if platform.machine() != "x86_64" or shutil.which("g++") is None:
+        pytest.skip("needs g++ on x86-64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kind)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert build.load() is None
+    assert loaded == [*folder.glob("*.so")]
 
 
 @pytest.mark.parametrize(
@@ -260,9 +323,15 @@ def test_a_cache_is_not_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -
 )
 @pytest.mark.usefixtures("folder")
 def test_it_is_compiled_ahead(
-    body: str, said: str, compiler: Compiler, capsys: pytest.CaptureFixture[str]
+    body: str,
+    said: str,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     compiler(body)
+    monkeypatch.setattr(sys, "argv", ["native"])
+    monkeypatch.delitem(sys.modules, "moe_ffn.kernels.native.__main__")  # imported above
     runpy.run_module("moe_ffn.kernels.native", run_name="__main__")
     assert capsys.readouterr().out == f"{said}\n"
 
