@@ -89,7 +89,7 @@ ONLY_PLACES = {
     },
     "datasets": {"moe_ffn/data"},
     "lm_eval": {"moe_ffn/interop/lm_eval.py"},
-    "triton": {"moe_ffn/kernels/triton"},
+    "triton": {"moe_ffn/kernels/triton", "experiments/benchmark/first_hour.py"},
     "plotly": {
         "moe_ffn/report",
         "moe_ffn/metrics/plotting.py",
