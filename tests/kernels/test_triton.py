@@ -119,6 +119,20 @@ def test_widths_that_are_multiples_of_a_tile_equal_the_loop(
     check(tokens(len(plan), d_model=32), make_plan_of(plan, 3), weights)
 
 
+def test_halves_of_a_wide_tile_equal_the_loop(
+    monkeypatch: pytest.MonkeyPatch, make_weights: Any, make_plan_of: Any
+) -> None:
+    from moe_ffn.kernels.triton import launch
+
+    tiles = {
+        **launch.find_tiles(torch.float32),
+        "hidden_gradient": {0: launch.Tile(16, 64, 16, 1, 4)},
+    }
+    monkeypatch.setattr(launch, "find_tiles", lambda dtype: tiles)
+    plan = PLANS["lopsided"]
+    check(tokens(len(plan), d_model=12), make_plan_of(plan, 3), make_weights(d_model=12, d_ff=70))
+
+
 def test_clamped_swiglu_equals_the_loop(make_weights: Any, make_plan_of: Any) -> None:
     plan = PLANS["one_expert_takes_all"]
     # A limit at which about half of the values are clamped.

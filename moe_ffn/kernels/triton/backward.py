@@ -92,7 +92,7 @@ def hidden_gradient_kernel(
     if dropout_ptr is not None:
         dropout_ptr += wide_first * F
     pointers = (pre_ptr, d_pre_ptr, hidden_ptr, dropout_ptr)
-    if BLOCK_O >= 128:
+    if BLOCK_O >= 64:
         # Half of the columns at a time, because registers are scarce.
         halves = tl.permute(tl.reshape(d_hidden, (BLOCK_M, 2, BLOCK_O // 2)), (0, 2, 1))
         left, right = tl.split(halves)

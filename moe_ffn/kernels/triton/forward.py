@@ -170,6 +170,12 @@ def hidden_kernel(
 
     gate = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
+    if bias_ptr is not None:
+        # The sums start from the bias: after them, registers are scarce.
+        bias_ptrs = bias_ptr + expert * H + safe_units
+        up += tl.load(bias_ptrs + UP).to(tl.float32)[None, :]
+        if GATED:
+            gate += tl.load(bias_ptrs).to(tl.float32)[None, :]
     for k in range(0, D, BLOCK_K):
         exists = inner < D - k
         x = load(x_ptrs + k, exists[None, :], D % BLOCK_K != 0)
@@ -178,12 +184,6 @@ def hidden_kernel(
         if GATED:
             v = load(gate_ptrs + k, exists[:, None], D % BLOCK_K != 0)
             gate = dot(x, v, gate, PRECISION)
-
-    if bias_ptr is not None:
-        bias_ptrs = bias_ptr + expert * H + safe_units
-        up += tl.load(bias_ptrs + UP).to(tl.float32)[None, :]
-        if GATED:
-            gate += tl.load(bias_ptrs).to(tl.float32)[None, :]
 
     stored = (rows < end)[:, None] & (units < F)[None, :]
     # 64-bit offset of the tile's first row, 32-bit offsets within the tile: half as many registers.

@@ -80,10 +80,9 @@ TILES: dict[tuple[str, str], Tiles] = {
         "hidden_gradient": {0: Tile(128, 64, 32, 3, 8)},
     },
     ("hopper", "float32"): {
-        **_same(Tile(64, 64, 32, 3, 8)),
-        "product": {0: Tile(128, 128, 32, 3, 8)},
-        "up_gradient": {0: Tile(128, 128, 32, 3, 8)},
-        "down_gradient": {0: Tile(128, 128, 32, 3, 8)},
+        **_same(Tile(128, 128, 32, 3, 8)),
+        "hidden": {0: Tile(128, 64, 32, 3, 8)},
+        "hidden_gradient": {0: Tile(64, 64, 32, 3, 8)},
     },
     ("ampere", "half"): {
         "hidden": {
