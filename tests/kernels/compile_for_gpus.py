@@ -2,7 +2,7 @@
 
 Both operators run on tensors without data, and a launch compiles its kernel instead of running it. The
 interpreter, under which the other tests run, shows none of what is printed here: one JSON line per compiled
-kernel, or with `--table` the table of docs/explanation/performance.md. `test_triton.py` runs it in a process
+kernel, or with `--table` the table of docs/performance/nvidia-h200.md. `test_triton.py` runs it in a process
 of its own.
 
     python -m tests.kernels.compile_for_gpus [--table] [WORD of "sm_90 OLMoE 1B-7B bfloat16" ...]
@@ -174,26 +174,24 @@ def compiled(job: tuple[int, Model, str]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Lines of a Markdown table with a row per tile: the worst of all models."""
-    yield "| GPU | dtype | kernel | tile | registers | shared | programs | buffers | instruction |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    """Lines of a Markdown table with a row per tile: the worst of all models on each GPU."""
+    yield f"| dtype | kernel | tile | {' | '.join(f'sm_{arch}' for arch in ARCHITECTURES)} |"
+    yield "|---" * (3 + len(ARCHITECTURES)) + "|"
     tiles: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        if len(row["tile"]) == 5 and row["buffers"] is not None:
-            dtype = row["dtype"].replace("bfloat16", "float16")
-            tiles[row["architecture"], dtype, row["kernel"], *row["tile"]].append(row)
-    for (architecture, dtype, kernel, *sizes, stages, warps), same in sorted(tiles.items()):
-        worst = {name: max(row[name] for row in same) for name in ("registers", "shared")}
-        tile = f"{' x '.join(map(str, sizes))}, {stages}, {warps}"
-        programs, buffers = (min(row[name] for row in same) for name in ("programs", "buffers"))
-        cells = [f"sm_{architecture}", dtype, f"`{kernel}`", tile, worst["registers"]]
-        cells += [
-            f"{worst['shared'] // 1024} KiB",
-            programs,
-            buffers,
-            same[0]["instruction"] or "fma",
-        ]
-        yield f"| {' | '.join(map(str, cells))} |"
+        if len(row["tile"]) == 5:
+            dtype = "16 bits" if row["dtype"].endswith("16") else row["dtype"]
+            tiles[dtype, row["kernel"], *row["tile"]].append(row)
+    for (dtype, kernel, *tile), found in sorted(tiles.items()):
+        cells = [dtype, kernel, ", ".join(map(str, tile))]
+        for architecture in ARCHITECTURES:
+            same = [row for row in found if row["architecture"] == architecture]
+            most = [max(row[name] for row in same) for name in ("registers", "shared") if same]
+            least = [
+                min(row[name] or 99 for row in same) for name in ("programs", "buffers") if same
+            ]
+            cells += [f"{most[0]}, {most[1] // 1024}, {least[0]}, {least[1]}" if same else ""]
+        yield f"| {' | '.join(cells)} |"
 
 
 def main(words: list[str]) -> None:

@@ -81,7 +81,7 @@ TILES: dict[tuple[str, str], Tiles] = {
     },
     ("hopper", "float32"): {
         **_same(Tile(128, 128, 32, 3, 8)),
-        "hidden": {0: Tile(128, 64, 32, 3, 8)},
+        "hidden": {0: Tile(128, 64, 16, 3, 8)},
         "hidden_gradient": {0: Tile(64, 64, 32, 3, 8)},
     },
     ("ampere", "half"): {
