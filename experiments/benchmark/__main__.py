@@ -37,9 +37,10 @@ SUITES: dict[str, Callable[[Session], None]] = {
 }
 """Suites by name; the help shows the first line of each docstring."""
 
-H200 = {"flops_per_second": 709e12, "bytes_per_second": 4.26e12}
-"""Measured on an H200: a bfloat16 product of 8192 x 8192 matrices, and a copy, read and written; see
-docs/performance/nvidia-h200.md."""
+H200_FLOPS = {"bf16": 709e12, "fp16": 709e12, "fp32": 51e12}
+"""FLOP/s of a product of 8192 x 8192 matrices, measured on an H200; see docs/performance/nvidia-h200.md."""
+H200_BYTES = 4.26e12
+"""Bytes per second of a copy, read and written."""
 
 PATIENCE = 30.0
 """Seconds after which a table gets fewer rounds, unless `--rounds` is given."""
@@ -100,9 +101,9 @@ def describe_kernels(shape: Shape) -> list[str]:
     ]
     for cost in kernel_costs(shape):
         gigabytes = cost.num_bytes / 1e9
-        least = amount(cost.seconds(**H200))
+        least = amount(cost.seconds(H200_FLOPS[shape.dtype], H200_BYTES))
         lines.append(f"  {cost.kernel:28}{cost.flops / 1e12:7.3f}{gigabytes:8.2f}  {least}")
-    total = sum(cost.seconds(**H200) for cost in kernel_costs(shape))
+    total = sum(cost.seconds(H200_FLOPS[shape.dtype], H200_BYTES) for cost in kernel_costs(shape))
     return [*lines, f"  {'all':28}{'':15}  {amount(total)}"]
 
 
@@ -147,7 +148,7 @@ def _parser() -> Parser:
         "--model",
         action="store_true",
         help="time nothing; print FLOPs and bytes of each Triton kernel at the shapes, and the least time "
-        "of both on an H200 in bfloat16",
+        "of both on an H200",
     )
     add(
         "--rounds",

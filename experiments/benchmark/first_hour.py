@@ -39,12 +39,12 @@ from experiments.benchmark.layers import (
 )
 from experiments.benchmark.peers import TRAINING_PEERS
 from experiments.benchmark.session import Candidate, Session, amount
-from experiments.benchmark.shapes import MODELS, Shape
+from experiments.benchmark.shapes import FEW_TOKENS, MODELS, Shape
 from experiments.benchmark.suites import peak_bytes
-from experiments.benchmark.tiles import CANDIDATES, SMALLEST, time_tiles
+from experiments.benchmark.tiles import CANDIDATES, time_tiles
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser, whole
-from moe_ffn.config.errors import first_line
+from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.ffn.dispatch import make_plan
 from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.kernels.base import ExpertWeights
@@ -71,8 +71,6 @@ class Hour:
     device: torch.device
     output: Path
     session: Session
-    rate: float = 0.0
-    """FLOP/s of a large dense bfloat16 product."""
     todo: list[str] = field(default_factory=list)
     """Findings to look at next."""
 
@@ -127,7 +125,6 @@ def machine(hour: Hour) -> list[str]:
         torch.set_float32_matmul_precision(precision)
         a, b = (torch.randn(8192, 8192, device=hour.device, dtype=dtype) for _ in range(2))
         seconds = seconds_of(lambda a=a, b=b: a @ b)
-        hour.rate = hour.rate or 2 * 8192**3 / seconds
         rows.append(
             (f"product of 8192 x 8192, {name}", f"{2 * 8192**3 / seconds / 1e12:.0f} TFLOP/s")
         )
@@ -173,7 +170,6 @@ def exactness(hour: Hour) -> list[str]:
                 hour.todo.append(f"{backend} in {name} is {worst:.1f} times as inexact as `loop`.")
             if backend == "triton" and not repeats:
                 hour.todo.append(f"triton in {name} does not repeat its bits.")
-    torch.set_float32_matmul_precision("highest")
     headers = (
         "dtype",
         "backend",
@@ -338,7 +334,7 @@ def tiles(hour: Hour) -> list[str]:
     lines: list[str] = []
     for model, shape in hour.models.items():
         given = arguments_of(Case.of(shape, hour.device))
-        candidates = CANDIDATES if hour.on_gpu else dict.fromkeys(CANDIDATES, SMALLEST)
+        candidates = CANDIDATES if hour.on_gpu else {}
         rows = time_tiles(*given, seconds_of, candidates)
         headers = ("kernel", "tile: M, O, K, stages, warps", "milliseconds", "TFLOP/s")
         lines += [f"### {model}: {shape}", "", *table(headers, rows), ""]
@@ -359,7 +355,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 def mixed_precision(hour: Hour) -> list[str]:
     """Time a step with weights in bfloat16, and in float32 under autocast."""
-    shape = list(hour.models.values())[-1]
+    shape = hour.models[FEW_TOKENS if hour.on_gpu else "a small layer"]
     candidates = [mixed_step(hour, shape, name) for name in ("bf16", "fp32")]
     found = hour.session.time(candidates)
     rows = [
@@ -390,34 +386,19 @@ def mixed_step(hour: Hour, shape: Shape, dtype: str) -> Candidate:
 def tests(hour: Hour) -> list[str]:
     """Run the tests of the kernels, of waits and of several ranks on the GPU."""
     chosen = ["tests/kernels/test_triton.py", "tests/kernels/test_gradient_memory.py"]
-    if torch.cuda.device_count() >= 2:
+    several = torch.cuda.device_count() >= 2
+    if several:
         chosen.append("tests/training/test_parallel.py")
-    command = [
-        "-m",
-        "pytest",
-        "-q",
-        "-rf",
-        "-n",
-        "8",
-        "-m",
-        "gpu or not slow",
-        "-W",
-        "default",
-        *chosen,
-    ]
+    command = ["pytest", "-q", "-rf", "-n", "8", "-m", "gpu or not slow", "-W", "default", *chosen]
     if not hour.on_gpu:
-        return [f"Needs a GPU: `python {' '.join(command)}`"]
-    lines = run_program(command).splitlines()
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    hour.todo += failed
-    ranks = (
-        "" if torch.cuda.device_count() >= 2 else "Ranks by NCCL need two GPUs, and were not tried."
-    )
-    return [
-        f"`pytest {' '.join(chosen)}`: {lines[-1] if lines else 'said nothing'}",
-        *failed,
-        ranks,
-    ]
+        return [f"Needs a GPU: `{' '.join(command)}`"]
+    done = run_program(["-m", *command])
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    failed = [f"- {line}" for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode:
+        hour.todo.append("Tests failed, or did not run.")
+    ranks = "" if several else "Ranks by NCCL need two GPUs, and were not tried."
+    return [f"`pytest {' '.join(chosen)}`: {lines[-1]}", "", *failed, "", ranks]
 
 
 SANITIZED = """
@@ -427,8 +408,8 @@ torch.manual_seed(0)
 moe = build_ffn({"type": "moe", "num_experts": 5, "router": {"type": "top_k", "k": 2},
                  "experts": {"type": "swiglu", "d_ff": 72, "backend": "triton"}}, d_model=80).cuda()
 for dtype in (torch.bfloat16, torch.float32):
-    moe(torch.randn(2, 75, 80, device="cuda", dtype=dtype).requires_grad_()).hidden.sum().backward() if (
-        moe.to(dtype)) else None
+    moe.to(dtype)
+    moe(torch.randn(2, 75, 80, device="cuda", dtype=dtype).requires_grad_()).hidden.sum().backward()
 torch.cuda.synchronize()
 """
 
@@ -440,14 +421,23 @@ def sanitizer(hour: Hour) -> list[str]:
         return ["Needs a GPU and compute-sanitizer, a program of the CUDA toolkit."]
     lines: list[str] = []
     for tool in ("memcheck", "racecheck"):
-        command = [program, "--tool", tool, sys.executable, "-c", SANITIZED]
+        command = [
+            program,
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "1",
+            sys.executable,
+            "-c",
+            SANITIZED,
+        ]
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         said = [line.strip("= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
         last = said[-1] if said else (done.stderr or done.stdout).strip()[-200:]
         lines.append(f"- {tool}: {last}")
-        if not re.search(r"\b0 (errors|hazards)", last):
-            hour.todo.append(f"compute-sanitizer --tool {tool} has something to say.")
+        if done.returncode or "SUMMARY: 0 " not in last:
+            hour.todo.append(f"compute-sanitizer --tool {tool} found something, or did not run.")
     return lines
 
 
@@ -482,7 +472,9 @@ def default_run(hour: Hour) -> list[str]:
                     "2",
                 ]
             start = time.perf_counter()
-            run_program(["-m", "experiments.train", *given], must_succeed=True)
+            done = run_program(["-m", "experiments.train", *given])
+            if done.returncode:
+                raise RuntimeError(f"experiments.train: {done.stderr.strip()[-300:]}")
             seconds = time.perf_counter() - start
             run = load_run(Path(folder) / name)
             losses = run.series("train/loss")
@@ -501,12 +493,10 @@ def default_run(hour: Hour) -> list[str]:
     return [f"`python -m experiments.train`, {steps} steps:", "", *table(headers, rows)]
 
 
-def run_program(arguments: Sequence[str], *, must_succeed: bool = False) -> str:
-    """Run Python with these arguments; return what it prints."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    if must_succeed and done.returncode:
-        raise RuntimeError(f"python {' '.join(arguments[:2])}: {done.stderr.strip()[-300:]}")
-    return done.stdout.strip()
+def run_program(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 SECTIONS: dict[str, Callable[[Hour], list[str]]] = {
@@ -531,6 +521,8 @@ def main(argv: Sequence[str]) -> int:
     hour = Hour(device, given.output, Session(list(BACKENDS), device, patience=given.patience))
     name = torch.cuda.get_device_name() if hour.on_gpu else "cpu"
     path = given.output / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
+    if path.exists():
+        raise ConfigError(f"--output: {path} exists; give another folder, or remove that page")
     page = [f"# The first hour on {name}", "", f"Written by `{COMMAND}`."]
     for section in given.only or SECTIONS:
         start = time.perf_counter()
@@ -539,6 +531,7 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:  # whatever a new GPU does, the other sections run
             lines = [f"**Failed**: {type(error).__name__}: {first_line(error)}"]
             hour.todo.append(f"The section {section} failed.")
+        torch.set_float32_matmul_precision("highest")  # as before a section that failed
         print(f"{section}: {time.perf_counter() - start:.0f} s")
         page += ["", f"## {section.capitalize().replace('-', ' ')}", "", *lines]
         todo = [f"- {each}" for each in hour.todo] or ["Nothing was found."]

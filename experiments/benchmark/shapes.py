@@ -56,10 +56,12 @@ class Shape:
         )
 
 
+FEW_TOKENS = "Qwen3 30B-A3B, few tokens"
+
 MODELS = {
     "OLMoE 1B-7B": Shape(32768, 2048, 1024, 64, 8, "bf16"),
     "Qwen3 30B-A3B": Shape(32768, 2048, 768, 128, 8, "bf16"),
-    "Qwen3 30B-A3B, few tokens": Shape(8192, 2048, 768, 128, 8, "bf16"),
+    FEW_TOKENS: Shape(8192, 2048, 768, 128, 8, "bf16"),
     "Mixtral 8x7B": Shape(16384, 4096, 14336, 8, 2, "bf16"),
 }
 """Layers of published models -> their sizes, with the tokens of a training step on one GPU."""

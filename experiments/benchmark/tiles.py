@@ -5,7 +5,9 @@ The fastest tiles go into the tables of `moe_ffn.kernels.triton.launch`; nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +17,10 @@ from torch import Tensor
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.outputs import Plan
 
-CANDIDATES: dict[str, list[tuple[int, int, int, int, int]]] = {
+Size = tuple[int, int, int, int, int]
+"""M, O, K, stages, warps of a tile."""
+
+CANDIDATES: dict[str, list[Size]] = {
     "hidden": [
         *((128, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 64, 64, 3, 8), (64, 128, 64, 4, 4)),
         *((64, 64, 64, 4, 4), (16, 64, 128, 3, 4)),
@@ -34,61 +39,54 @@ CANDIDATES: dict[str, list[tuple[int, int, int, int, int]]] = {
         *((256, 128, 64, 4, 8), (128, 256, 64, 4, 8), (128, 128, 64, 3, 8), (128, 128, 64, 4, 8)),
     ],
 }
-"""Kernel -> tiles M, O, K, stages, warps, for bfloat16."""
+"""Kernel -> tiles to try for bfloat16."""
 
-SMALLEST = [(16, 16, 16, 1, 1)]
-"""For Triton's interpreter."""
-
-Launch = tuple[str, str, Callable[[], object]]
-"""Kernel, its tile, and a function that launches it again on the same tensors."""
+Launch = tuple[str, Callable[[], object]]
+"""Name of a kernel, and a function that launches it again on the same tensors."""
 
 
 def launches(
-    x_TD: Tensor,
-    plan: Plan,
-    weights: ExpertWeights,
-    tiles: dict[str, tuple[int, int, int, int, int]],
+    x_TD: Tensor, plan: Plan, weights: ExpertWeights, kernel: str, tile: Size | None
 ) -> list[Launch]:
-    """Run forward and backward with these tiles; return all launches of kernels that have one."""
+    """Run forward and backward; return the launches of one kernel.
+
+    Args:
+        tile: tile of that kernel; None, and all other kernels: that of `launch.TILES`.
+    """
     from moe_ffn.kernels.triton import backend, launch
 
     found: list[Launch] = []
     asked: list[str] = []
+    chosen = launch.Rows.tile
 
-    def tile(_: launch.Rows, kernel: str) -> launch.Tile:
-        asked.append(kernel)
-        return launch.Tile(*tiles[kernel])
+    def tile_of(rows: launch.Rows, name: str) -> launch.Tile:
+        asked.append(name)
+        return chosen(rows, name) if name != kernel or tile is None else launch.Tile(*tile)
 
     class Recorded:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
+        def __init__(self, original: Any) -> None:
+            self.original = original
 
         def __getitem__(self, grid: Any) -> Callable[..., object]:
             def run(*given: Any, **named: Any) -> None:
-                # Both products have a kernel's name: the first is of the experts' outputs.
-                name, again = asked[-1], lambda: self.kernel[grid](*given, **named)
+                def again() -> None:
+                    self.original[grid](*given, **named)
+
                 again()
-                found.append((name, ", ".join(map(str, tiles[name])), again))
+                if asked[-1] == kernel:
+                    found.append((kernel, again))
 
             return run
 
-    names = (
-        "_hidden_kernel",
-        "_hidden_gradient_kernel",
-        "_product_kernel",
-        "_weight_gradient_kernel",
-    )
-    patches = [patch.object(launch, name, Recorded(getattr(launch, name))) for name in names]
-    with patch.object(launch.Rows, "tile", tile):
-        for one in patches:
-            one.start()
-        try:
-            y_TD = backend.triton(x_TD, plan, weights)
-            leaves = [x_TD, plan.weights_N, weights.up_EHD, weights.down_EDF]
-            torch.autograd.grad(y_TD, leaves, torch.randn_like(y_TD))
-        finally:
-            for one in patches:
-                one.stop()
+    names = ("hidden", "hidden_gradient", "product", "weight_gradient")
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(launch.Rows, "tile", tile_of))
+        for name in names:
+            recorded = Recorded(getattr(launch, f"_{name}_kernel"))
+            patches.enter_context(patch.object(launch, f"_{name}_kernel", recorded))
+        y_TD = backend.triton(x_TD, plan, weights)
+        leaves = [x_TD, plan.weights_N, weights.up_EHD, weights.down_EDF]
+        torch.autograd.grad(y_TD, leaves, torch.randn_like(y_TD))
     return found
 
 
@@ -97,24 +95,34 @@ def time_tiles(
     plan: Plan,
     weights: ExpertWeights,
     seconds_of: Callable[[Callable[[], object]], float],
-    candidates: Mapping[str, Sequence[tuple[int, int, int, int, int]]],
+    candidates: Mapping[str, Sequence[Size]],
 ) -> list[list[object]]:
-    """Return rows of kernel, tile, milliseconds and TFLOP/s; the fastest tile of each kernel comes first."""
+    """Return rows of kernel, tile, milliseconds and TFLOP/s; a kernel's fastest tile comes first.
+
+    The tile that `launch.TILES` chooses is timed too. A tile that fails has a reason for a time.
+    """
     pairs, (_, width, d_model) = plan.token_indices_N.shape[0], weights.up_EHD.shape
     first, second = (2 * pairs * d_model * size for size in (width, weights.d_ff))
-    times: dict[tuple[str, float], dict[str, float]] = {}
-    for index in range(max(map(len, candidates.values()))):
-        tiles = {
-            name: options[min(index, len(options) - 1)] for name, options in candidates.items()
-        }
-        products = iter(("product, down", "product, to tokens"))
-        for kernel, tile, run in launches(x_TD, plan, weights, tiles):
-            name = next(products) if kernel == "product" else kernel
-            is_first = name in ("hidden", "up_gradient", "product, to tokens")
-            known = times.setdefault((name, first if is_first else second), {})
-            known[tile] = known[tile] if tile in known else seconds_of(run)
-    return [
-        [name, tile, f"{seconds * 1e3:.3f}", f"{flops / seconds / 1e12:.3g}"]
-        for (name, flops), known in times.items()
-        for tile, seconds in sorted(known.items(), key=lambda item: item[1])
-    ]
+    flops = {
+        "hidden": [first],
+        "product": [second, first],  # down, and the gradient of the tokens
+        "hidden_gradient": [second],
+        "up_gradient": [first],
+        "down_gradient": [second],
+    }
+    rows: list[list[object]] = []
+    for kernel, work in flops.items():
+        times: list[tuple[float, list[object]]] = []
+        for tile in (None, *candidates.get(kernel, ())):
+            label = "as chosen" if tile is None else ", ".join(map(str, tile))
+            try:
+                found = launches(x_TD, plan, weights, kernel, tile)
+                seconds = [seconds_of(run) for _, run in found]
+            except Exception as error:  # such as too little shared memory
+                times.append((math.inf, [kernel, label, f"fails: {type(error).__name__}", ""]))
+                continue
+            rate = sum(work) / sum(seconds) / 1e12
+            milliseconds = " and ".join(f"{each * 1e3:.3f}" for each in seconds)
+            times.append((sum(seconds), [kernel, label, milliseconds, f"{rate:.3g}"]))
+        rows += [row for _, row in sorted(times, key=lambda timed: timed[0])]
+    return rows

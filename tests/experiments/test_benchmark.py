@@ -41,7 +41,8 @@ from experiments.benchmark.peers import (
 )
 from experiments.benchmark.session import Candidate, Results, Session, amount, ratio, result
 from experiments.benchmark.shapes import Shape, kernel_costs
-from experiments.benchmark.tiles import CANDIDATES, time_tiles
+from experiments.benchmark.tiles import time_tiles
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.studies.timing import interleave
 
@@ -445,23 +446,33 @@ def test_an_inexact_backend_is_something_to_look_at(monkeypatch: pytest.MonkeyPa
 def test_each_tile_of_each_kernel_is_timed() -> None:
     pytest.importorskip("triton", reason="triton is not installed here")
     case = Case.of(Shape(4, 16, 16, 2, 1, "fp32"), CPU)
-    tiles = [(16, 16, 16, 1, 1), (16, 32, 16, 1, 1)]
-    seconds = iter(range(1, 100))
+    seconds = iter([2.0, 1.0, 3.0, 4.0, 5.0, 6.0, 7.0])
 
     def seconds_of(run: Callable[[], object]) -> float:
         run()
         return next(seconds)
 
-    candidates = {**dict.fromkeys(CANDIDATES, tiles[:1]), "hidden": tiles}
+    candidates = {"hidden": [(16, 24, 16, 1, 1), (16, 32, 16, 1, 1)]}  # 24 is no power of 2
     rows = time_tiles(*first_hour.arguments_of(case), seconds_of, candidates)
-    kernels = [
-        "product, down",
-        "hidden_gradient",
-        "down_gradient",
-        "up_gradient",
-        "product, to tokens",
+    assert [row[:2] for row in rows[:2]] == [
+        ["hidden", "16, 32, 16, 1, 1"],
+        ["hidden", "as chosen"],
     ]
-    assert [row[0] for row in rows] == ["hidden", "hidden", *kernels]
-    assert [row[1] for row in rows[:2]] == ["16, 16, 16, 1, 1", "16, 32, 16, 1, 1"]
-    # 4 pairs, 16 wide: gate and up are twice the work of down, in the first second and the second.
-    assert [row[3] for row in rows[:1] + rows[2:3]] == ["4.1e-09", "1.02e-09"]
+    assert rows[2][:2] == ["hidden", "16, 24, 16, 1, 1"]
+    assert str(rows[2][2]).startswith("fails: ")
+    others = ["product", "hidden_gradient", "up_gradient", "down_gradient"]
+    assert [row[0] for row in rows[3:]] == others
+    # 4 pairs, 16 wide: gate and up are twice the work of down.
+    assert rows[0][2:] == ["1000.000", "4.1e-09"]
+    assert rows[3][2:] == ["3000.000 and 4000.000", "8.78e-10"]
+
+
+def test_an_existing_page_is_not_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "cpu.md"
+    page.write_text("by hand")
+    with pytest.raises(ConfigError) as refused:
+        first_hour.main(["--output", str(tmp_path), "--only", "machine"])
+    assert (
+        str(refused.value) == f"--output: {page} exists; give another folder, or remove that page"
+    )
+    assert page.read_text() == "by hand"

@@ -60,7 +60,7 @@ KINDS = {
     # Zen 4: other panels and tiles are equal or up to 8 % slower.
     "AVX512": Kind("-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c"),
     # Zen 3, products of 64 x 1024 x 512: 80 to 94 GFLOP/s with panels of 32 columns, 74 to 96 with 16, 74 to
-    # 83 with 64, 63 to 79 by MKL. Layers with MKL take 1.2 to 1.4 times as long.
+    # 83 with 64, 63 to 79 by MKL. Layers with MKL take 1.18 to 1.45 times as long.
     "AVX2": Kind("-mavx2 -mfma -mf16c", panel=32, tile=96, copied_rows=64, row_cost=2),
     # Not measured. The flag enables torch's vector exponential on ARM with NEON; SVE needs other flags.
     "DEFAULT": Kind("-DAT_BUILD_ARM_VEC256_WITH_SLEEF"),

@@ -38,7 +38,7 @@ class Tile:
     o: int
     k: int
     stages: int
-    """Number of buffers: loads run ahead of the products by one less."""
+    """Number of buffers on Hopper and Blackwell, otherwise one more. Loads run ahead of the products."""
     warps: int
 
     @property
@@ -109,7 +109,7 @@ TILES: dict[tuple[str, str], Tiles] = {
         "product": {0: Tile(128, 128, 32, 3, 8)},
     },
 }
-"""(kind of GPU, precision) -> tiles, none of which spills registers on the GPUs of that kind.
+"""(kind of GPU, precision) -> tiles. Compiled by Triton 3.9 for 8.0, 9.0 and 10.0, none spills registers.
 
 "hopper" (compute capability 9.x to 11.x) multiplies from shared memory, of which a program may have 227 KiB.
 Its tiles for bfloat16 and float16 were measured on an H200, where two tiles of 96 KiB share a multiprocessor.
