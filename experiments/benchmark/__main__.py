@@ -99,11 +99,12 @@ def describe_kernels(shape: Shape) -> list[str]:
         f"{shape}: {shape.flops / 1e12:.2f} TFLOP",
         f"  {'kernel':30}TFLOP      GB  H200, at least",
     ]
+    total = 0.0
     for cost in kernel_costs(shape):
-        gigabytes = cost.num_bytes / 1e9
-        least = amount(cost.seconds(H200_FLOPS[shape.dtype], H200_BYTES))
-        lines.append(f"  {cost.kernel:28}{cost.flops / 1e12:7.3f}{gigabytes:8.2f}  {least}")
-    total = sum(cost.seconds(H200_FLOPS[shape.dtype], H200_BYTES) for cost in kernel_costs(shape))
+        least = cost.seconds(H200_FLOPS[shape.dtype], H200_BYTES)
+        total += least
+        work = f"{cost.flops / 1e12:7.3f}{cost.num_bytes / 1e9:8.2f}"
+        lines.append(f"  {cost.kernel:28}{work}  {amount(least)}")
     return [*lines, f"  {'all':28}{'':15}  {amount(total)}"]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.benchmark.__main__ import describe_machine
 from experiments.benchmark.layers import (
@@ -37,19 +37,20 @@ from experiments.benchmark.layers import (
     moe_layer,
     sparse_layers,
 )
-from experiments.benchmark.peers import TRAINING_PEERS
+from experiments.benchmark.peers import TRAINING_PEERS, hidden_of
 from experiments.benchmark.session import Candidate, Session, amount
 from experiments.benchmark.shapes import FEW_TOKENS, MODELS, Shape
 from experiments.benchmark.suites import peak_bytes
 from experiments.benchmark.tiles import CANDIDATES, time_tiles
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.parser import Parser, whole
+from moe_ffn.cli.parser import Parser, check_output, whole, write_output
 from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.ffn.dispatch import make_plan
-from moe_ffn.files import make_folder, write_atomically
+from moe_ffn.files import make_folder, reason
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import BACKEND_DEVICES, BACKENDS, run_experts, unsupported_reason
 from moe_ffn.outputs import Plan
+from moe_ffn.report.studies.markdown import markdown_table
 from moe_ffn.runs.reader import load_run
 
 COMMAND = "python -m experiments.benchmark.first_hour"
@@ -69,7 +70,6 @@ class Hour:
     """The device, and what was found on it."""
 
     device: torch.device
-    output: Path
     session: Session
     todo: list[str] = field(default_factory=list)
     """Findings to look at next."""
@@ -90,10 +90,10 @@ class Hour:
         return MODELS if self.on_gpu else SMALL
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table; rows may be shorter than the headers."""
+    padded = [[*map(str, row), *[""] * (len(headers) - len(row))] for row in rows]
+    return markdown_table(headers, padded, num_texts=len(headers))
 
 
 # ------------------------------------------------------------------------------------ sections
@@ -129,7 +129,7 @@ def machine(hour: Hour) -> list[str]:
             (f"product of 8192 x 8192, {name}", f"{2 * 8192**3 / seconds / 1e12:.0f} TFLOP/s")
         )
     torch.set_float32_matmul_precision("highest")
-    return [*lines, "", *table(("", ""), rows)]
+    return [*lines, "", table(("", ""), rows)]
 
 
 def exactness(hour: Hour) -> list[str]:
@@ -184,7 +184,7 @@ def exactness(hour: Hour) -> list[str]:
     said = (
         f"Relative error of the output and of each gradient against `loop` in float64, at {shape}:"
     )
-    return [said, "", *table(headers, [[*row, *[""] * (len(headers) - len(row))] for row in rows])]
+    return [said, "", table(headers, rows)]
 
 
 def arguments_of(case: Case) -> tuple[Tensor, Plan, ExpertWeights]:
@@ -204,14 +204,9 @@ def arguments_of(case: Case) -> tuple[Tensor, Plan, ExpertWeights]:
 def in_float64(
     x_TD: Tensor, plan: Plan, weights: ExpertWeights
 ) -> tuple[Tensor, Plan, ExpertWeights]:
-    """Return the same arguments as other leaves, in float64."""
-
-    def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().double().requires_grad_()
-
-    parameters = (None if w is None else leaf(w) for w in weights.parameters)
-    plan = replace(plan, weights_N=leaf(plan.weights_N))
-    return leaf(x_TD), plan, weights.with_parameters(*parameters)
+    """Return the same arguments in float64."""
+    plan = replace(plan, weights_N=plan.weights_N.double())
+    return x_TD.double(), plan, weights.to(torch.float64)
 
 
 def derivatives(
@@ -245,7 +240,9 @@ def speed(hour: Hour) -> list[str]:
             each.reset()
         found = hour.session.time(training)
         layers = [layers[0], *(in_evaluation(layer, case) for layer in layers[1:])]
-        evaluated = hour.session.time([forward_only(layer, case) for layer in layers])
+        evaluated = hour.session.time(
+            [Candidate.evaluation(each, case.tokens, "forward") for each in layers]
+        )
         rows: list[list[object]] = []
         dense = found["training", DENSE].median
         for layer in layers:
@@ -278,20 +275,9 @@ def speed(hour: Hour) -> list[str]:
             "peak memory",
             "computes",
         )
-        lines += [f"### {model}: {shape}", "", *table(headers, rows), ""]
+        lines += [f"### {model}: {shape}", "", table(headers, rows), ""]
         lines += [f"- {remark}" for remark in remarks] + [""] * bool(remarks)
     return lines
-
-
-def forward_only(layer: Layer, case: Case) -> Candidate:
-    """Time the layer in evaluation mode, without gradients."""
-    x_BSD = case.tokens.x_BSD.detach()
-
-    def run() -> None:
-        with torch.no_grad():
-            layer(x_BSD)
-
-    return Candidate("forward", layer.name, run, computes=layer.computes)
 
 
 def profile(hour: Hour) -> list[str]:
@@ -316,7 +302,7 @@ def profile(hour: Hour) -> list[str]:
         total = sum(event.self_device_time_total for event in events)
         rows = [
             (
-                e.key[:60].replace("|", " "),
+                e.key[:60],
                 e.count,
                 f"{e.self_device_time_total:.0f}",
                 f"{e.self_device_time_total / total:.1%}",
@@ -325,7 +311,7 @@ def profile(hour: Hour) -> list[str]:
         ]
         count = sum(event.count for event in events)
         lines += [f"{model}: {count} kernels, {total / 1e3:.2f} ms", ""]
-        lines += [*table(("kernel", "launches", "microseconds", "share"), rows), ""]
+        lines += [table(("kernel", "launches", "microseconds", "share"), rows), ""]
     return lines
 
 
@@ -337,7 +323,7 @@ def tiles(hour: Hour) -> list[str]:
         candidates = CANDIDATES if hour.on_gpu else {}
         rows = time_tiles(*given, seconds_of, candidates)
         headers = ("kernel", "tile: M, O, K, stages, warps", "milliseconds", "TFLOP/s")
-        lines += [f"### {model}: {shape}", "", *table(headers, rows), ""]
+        lines += [f"### {model}: {shape}", "", table(headers, rows), ""]
     return lines
 
 
@@ -356,31 +342,30 @@ def seconds_of(run: Callable[[], object]) -> float:
 def mixed_precision(hour: Hour) -> list[str]:
     """Time a step with weights in bfloat16, and in float32 under autocast."""
     shape = hour.models[FEW_TOKENS if hour.on_gpu else "a small layer"]
-    candidates = [mixed_step(hour, shape, name) for name in ("bf16", "fp32")]
+    candidates: list[Candidate] = []
+    for name, dtype in (("bfloat16", "bf16"), ("float32, bf16-mixed", "fp32")):
+        of_dtype = replace(shape, dtype=dtype)
+        block: nn.Module = moe_layer(of_dtype, "auto", hour.device)
+        layer = Layer(name, block if dtype == "bf16" else Autocast(block))
+        candidates.append(Candidate.training(layer, Tokens.of(of_dtype, hour.device), "mixed"))
     found = hour.session.time(candidates)
     rows = [
         [each.name, amount(found[each.key].median), amount(peak_bytes(each, hour.device), "B")]
         for each in candidates
     ]
-    return [f"{shape}:", "", *table(("weights", "training step", "peak memory"), rows)]
+    return [f"{shape}:", "", table(("weights", "training step", "peak memory"), rows)]
 
 
-def mixed_step(hour: Hour, shape: Shape, dtype: str) -> Candidate:
-    """Return a step of our layer with weights in `dtype`; float32 is under autocast to bfloat16."""
-    layer = moe_layer(replace(shape, dtype=dtype), "auto", hour.device)
-    tokens = Tokens.of(replace(shape, dtype=dtype), hour.device)
+class Autocast(nn.Module):
+    """A block under autocast to bfloat16."""
 
-    def run() -> None:
-        with torch.autocast(hour.device.type, torch.bfloat16, enabled=dtype == "fp32"):
-            hidden = layer(tokens.x_BSD).hidden
-        hidden.backward(tokens.grad_BSD.to(hidden.dtype))
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
 
-    def reset() -> None:
-        tokens.x_BSD.grad = None
-        layer.zero_grad(set_to_none=True)
-
-    name = {"bf16": "bfloat16", "fp32": "float32, bf16-mixed"}[dtype]
-    return Candidate("mixed", name, run, reset)
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return hidden_of(self.block(x))
 
 
 def tests(hour: Hour) -> list[str]:
@@ -490,7 +475,7 @@ def default_run(hour: Hour) -> list[str]:
                 ]
             )
     headers = ("device", "precision", "training losses", "validation", "tokens/s", "whole program")
-    return [f"`python -m experiments.train`, {steps} steps:", "", *table(headers, rows)]
+    return [f"`python -m experiments.train`, {steps} steps:", "", table(headers, rows)]
 
 
 def run_program(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -518,11 +503,18 @@ SECTIONS: dict[str, Callable[[Hour], list[str]]] = {
 def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hour = Hour(device, given.output, Session(list(BACKENDS), device, patience=given.patience))
+    hour = Hour(device, Session((), device, patience=given.patience))
     name = torch.cuda.get_device_name() if hour.on_gpu else "cpu"
     path = given.output / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
     if path.exists():
         raise ConfigError(f"--output: {path} exists; give another folder, or remove that page")
+    try:
+        make_folder(given.output)
+    except OSError as error:
+        raise ConfigError(
+            f"--output: '{given.output}' cannot be written ({reason(error)}); choose another folder"
+        ) from error
+    check_output("--output", path, "#")
     page = [f"# The first hour on {name}", "", f"Written by `{COMMAND}`."]
     for section in given.only or SECTIONS:
         start = time.perf_counter()
@@ -536,8 +528,7 @@ def main(argv: Sequence[str]) -> int:
         page += ["", f"## {section.capitalize().replace('-', ' ')}", "", *lines]
         todo = [f"- {each}" for each in hour.todo] or ["Nothing was found."]
         text = "\n".join([*page, "", "## What to do next", "", *todo, ""])
-        make_folder(path.parent)
-        write_atomically(path, re.sub(r"\n{3,}", "\n\n", text))
+        write_output("--output", path, re.sub(r"\n{3,}", "\n\n", text))
     print(f"wrote {path}")
     return 0
 

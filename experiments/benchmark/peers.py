@@ -101,8 +101,8 @@ class ScatterMoE(nn.Module):
         return self.experts(x, *route(x, self.router_ED, self.k))
 
 
-class Liger(nn.Module):
-    """Experts of Liger-Kernel, which has no router, behind the router of Mixtral."""
+class StackedExperts(nn.Module):
+    """Experts whose matrices are stacked, gate before up, behind the router of Mixtral."""
 
     def __init__(self, weights: Weights, shape: Shape) -> None:
         super().__init__()
@@ -110,6 +110,13 @@ class Liger(nn.Module):
         self.router_ED = nn.Parameter(weights.router_ED.clone())
         self.gate_up = nn.Parameter(torch.cat([weights.gate_EFD, weights.up_EFD], dim=1))
         self.down = nn.Parameter(weights.down_EDF.clone())
+
+
+class Liger(StackedExperts):
+    """Experts of Liger-Kernel, which has no router, behind the router of Mixtral."""
+
+    def __init__(self, weights: Weights, shape: Shape) -> None:
+        super().__init__(weights, shape)
         self.run = import_module("liger_kernel.ops").LigerFusedMoEFunction.apply
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,18 +125,14 @@ class Liger(nn.Module):
         return self.run(x_TD, self.gate_up, self.down, expert_ids_TK.int(), weights_TK).view_as(x)
 
 
-class Unsloth(nn.Module):
+class Unsloth(StackedExperts):
     """Grouped products of Unsloth, which gather and scatter rows, behind the router of Mixtral.
 
     Its tiles are fixed, because its autotuner compiles up to 108 tiles of each kernel.
     """
 
     def __init__(self, weights: Weights, shape: Shape) -> None:
-        super().__init__()
-        self.k = shape.k
-        self.router_ED = nn.Parameter(weights.router_ED.clone())
-        self.gate_up = nn.Parameter(torch.cat([weights.gate_EFD, weights.up_EFD], dim=1))
-        self.down = nn.Parameter(weights.down_EDF.clone())
+        super().__init__(weights, shape)
         package = "unsloth.kernels.moe.grouped_gemm"
         self.product = import_module(f"{package}.interface").grouped_gemm
         self.find_rows = import_module(f"{package}.reference.moe_ops").get_routing_indices

@@ -52,6 +52,18 @@ class Candidate:
 
         return cls(case, layer.name, run, reset, computes=layer.computes)
 
+    @classmethod
+    def evaluation(cls, layer: Layer, tokens: Tokens, case: str, calls: int = 1) -> Candidate:
+        """Time forward passes without gradients."""
+        x_BSD = tokens.x_BSD.detach()
+
+        def run() -> None:
+            with torch.no_grad():
+                for _ in range(calls):
+                    layer(x_BSD)
+
+        return cls(case, layer.name, run, calls=calls, computes=layer.computes)
+
 
 @dataclass(frozen=True)
 class Result:

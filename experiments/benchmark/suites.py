@@ -135,24 +135,14 @@ def decoding(session: Session) -> None:
     for name, shape in sizes.items():
         case = Case.of(shape, session.device)
         sparse = session.layers(case, (HF_EAGER, HF_GROUPED, HF_BATCHED))[1:]
-        candidates += [_decoding(in_evaluation(layer, case), case, name) for layer in sparse]
+        layers = (in_evaluation(layer, case) for layer in sparse)
+        candidates += [Candidate.evaluation(each, case.tokens, name, NUM_CALLS) for each in layers]
     results = session.time(candidates)
     session.show_grid(results)
     for name in sizes:
         for peer in (HF_EAGER, HF_BATCHED):
             claim = f"time / {peer}, {name}"
             session.check_target(claim, 1.0, results, (name, AUTO), (name, peer))
-
-
-def _decoding(layer: Layer, case: Case, name: str) -> Candidate:
-    x_BSD = case.tokens.x_BSD.detach()
-
-    def run() -> None:
-        with torch.no_grad():
-            for _ in range(NUM_CALLS):
-                layer(x_BSD)
-
-    return Candidate(name, layer.name, run, calls=NUM_CALLS, computes=layer.computes)
 
 
 # ---------------------------------------------------------------------------------------- skew

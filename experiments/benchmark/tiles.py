@@ -41,21 +41,18 @@ CANDIDATES: dict[str, list[Size]] = {
 }
 """Kernel -> tiles to try for bfloat16."""
 
-Launch = tuple[str, Callable[[], object]]
-"""Name of a kernel, and a function that launches it again on the same tensors."""
-
 
 def launches(
     x_TD: Tensor, plan: Plan, weights: ExpertWeights, kernel: str, tile: Size | None
-) -> list[Launch]:
-    """Run forward and backward; return the launches of one kernel.
+) -> list[Callable[[], object]]:
+    """Run forward and backward; return functions that launch one kernel again, on the same tensors.
 
     Args:
         tile: tile of that kernel; None, and all other kernels: that of `launch.TILES`.
     """
     from moe_ffn.kernels.triton import backend, launch
 
-    found: list[Launch] = []
+    found: list[Callable[[], object]] = []
     asked: list[str] = []
     chosen = launch.Rows.tile
 
@@ -74,7 +71,7 @@ def launches(
 
                 again()
                 if asked[-1] == kernel:
-                    found.append((kernel, again))
+                    found.append(again)
 
             return run
 
@@ -117,7 +114,7 @@ def time_tiles(
             label = "as chosen" if tile is None else ", ".join(map(str, tile))
             try:
                 found = launches(x_TD, plan, weights, kernel, tile)
-                seconds = [seconds_of(run) for _, run in found]
+                seconds = [seconds_of(run) for run in found]
             except Exception as error:  # such as too little shared memory
                 times.append((math.inf, [kernel, label, f"fails: {type(error).__name__}", ""]))
                 continue

@@ -437,7 +437,7 @@ def test_an_inexact_backend_is_something_to_look_at(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setitem(first_hour.BACKENDS, "cpu", sloppy)
     monkeypatch.delitem(first_hour.BACKENDS, "triton")
-    hour = first_hour.Hour(CPU, Path(), Session((), CPU))
+    hour = first_hour.Hour(CPU, Session((), CPU))
     first_hour.exactness(hour)
     (found,) = [line for line in hour.todo if "fp32" in line]
     assert re.match(r"cpu in fp32 is \d{4}\.\d times as inexact as `loop`\.", found)
@@ -476,3 +476,15 @@ def test_an_existing_page_is_not_replaced(tmp_path: Path) -> None:
         str(refused.value) == f"--output: {page} exists; give another folder, or remove that page"
     )
     assert page.read_text() == "by hand"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as refused:
+        first_hour.main(["--output", str(tmp_path / "file"), "--only", "machine"])
+    said = f"--output: '{tmp_path}/file' cannot be written ("
+    assert str(refused.value).startswith(said)
+    assert str(refused.value).endswith("); choose another folder")
+    assert capsys.readouterr().out == ""
