@@ -248,6 +248,24 @@ class Comparison:
             if arm.base
         ]
 
+    @property
+    def beside_ngrams(self) -> str:
+        """Sentence that compares all runs with 5-gram models of the tokens they read; empty if unknown."""
+        runs = [run for arm in self.arms for run in arm.results]
+        pairs = [(run.outcome.validation_loss, run.outcome.ngram_loss) for run in runs]
+        known = [
+            (loss, ngrams) for loss, ngrams in pairs if loss is not None and ngrams is not None
+        ]
+        if not known:
+            return ""
+        losses = sorted({f"{ngrams:.3f}" for _, ngrams in known})
+        where = " to ".join(dict.fromkeys([losses[0], losses[-1]]))
+        num_lower = sum(loss < ngrams for loss, ngrams in known)
+        return (
+            f"{num_lower} of {len(known)} runs end below a 5-gram model of the tokens that they read "
+            f"({where} nats per token)."
+        )
+
     @classmethod
     def of(
         cls,

@@ -321,7 +321,8 @@ def _table(board: Board, links: Mapping[str, str]) -> str:
     head = "arm|loss|minus dense|seeds|params|active|FLOPs|tokens/s|memory|speed-up, FLOPs|speed-up, seconds"
     return (
         f"Corpus `{option('data.corpus.type')}`, tokenizer `{option('data.tokenizer.type')}`, windows of "
-        f"{option('data.seq_len')} tokens.\n\n{markdown_table(head.split('|'), rows)}"
+        f"{option('data.seq_len')} tokens. {board.comparison.beside_ngrams}\n\n"
+        f"{markdown_table(head.split('|'), rows)}"
     )
 
 
