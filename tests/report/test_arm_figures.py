@@ -209,7 +209,7 @@ def test_loss_is_drawn_beside_those_of_models_that_count(page: Written) -> None:
     assert traces["validation"]["x"] == list(range(100, 601, 100))
     assert traces["validation"]["line"]["dash"] == "dash"
     assert set(traces["unigram model"]["y"]) == {3.08}
-    assert set(traces["5-gram model"]["y"]) == {2.31}
+    assert set(traces["5-gram model"]["y"]) == {1.21}
     assert traces["unigram model"]["x"] == [10, 600], "from the first row to the last"
 
 
@@ -261,7 +261,7 @@ def test_the_last_values_and_the_healthy_ranges_need_no_pointer(
         f"training {run.series('train/loss').last:.4f}",
         f"validation {run.series('validation/loss').last:.4f}",
         "unigram model 3.0800",
-        "5-gram model 2.3100",
+        "5-gram model 1.2100",
     ]
     (max_violation,) = page.figures["MaxVio"]
     (band,) = max_violation["layout"]["shapes"]

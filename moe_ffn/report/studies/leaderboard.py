@@ -271,9 +271,10 @@ def _head(boards: Sequence[Board]) -> str:
         f"corrected). In seconds, {sum(ratio > 1 for ratio in timed)} of the {len(timed)} winners that were "
         f"timed reach that block's loss sooner. All models are small: {active} active parameters, {tokens} "
         f"tokens. {beside_ngrams(runs)}\n\n"
-        "Each row names the block that wins a budget. *Minus dense* is in nats per token: negative is better than the best dense block. *Speed-up, FLOPs* is how many times fewer training "
-        "FLOPs the winner needs to reach the final loss of that dense block. *Speed-up, seconds* is the same "
-        "in time: below 1 the winner is slower, and a dash was not timed."
+        "Each row names the block that wins a budget. *Minus dense* is in nats per token: negative is better "
+        "than the best dense block. *Speed-up, FLOPs* is how many times fewer training FLOPs the winner "
+        "needs to reach the final loss of that dense block. *Speed-up, seconds* is the same in time: below 1 "
+        "the winner is slower, and a dash was not timed."
     )
 
 
