@@ -182,7 +182,7 @@ def test_a_nan_in_the_results_is_a_dash(moe: Path) -> None:
     assert "NaN" in (moe / "summary.json").read_text()
     page = Written(moe)
     assert "unigram model - nats per token" in page.text
-    assert list(page.traces("Loss")) == ["training", "validation", "5-gram model"]
+    assert list(page.traces("Loss")) == ["training", "validation"]
 
 
 def test_nothing_that_a_run_says_is_markup(tmp_path: Path) -> None:
