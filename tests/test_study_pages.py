@@ -25,7 +25,7 @@ from moe_ffn.report.studies.leaderboard import leaderboard
 from moe_ffn.report.studies.study_page import SUMMARY_FILE, StudyPage, study_page
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget
-from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.config import STUDY_FILE, StudyConfig
 from moe_ffn.studies.gather import gather
 from tests.helpers.browser import chromium, opened
 
@@ -100,6 +100,8 @@ def test_a_page_is_what_the_program_makes_of_its_results(file: Path) -> None:
     page = page_of(file)
 
     require_same((PAGES / f"{page.name}.md").read_text(encoding="utf-8"), page.markdown)
+    copy, study = StudyConfig.read(PAGES / page.name / STUDY_FILE), StudyConfig.read(file)
+    assert copy.model_copy(update={"overrides": {}}) == study
     assert page.summary in (PAGES / SUMMARY_FILE).read_text(encoding="utf-8")
 
 

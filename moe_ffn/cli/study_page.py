@@ -28,7 +28,7 @@ from moe_ffn.report.studies.study_page import study_page
 from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import differing
-from moe_ffn.studies.gather import Gathered, gather
+from moe_ffn.studies.gather import Gathered, gather, write_study
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,9 @@ def main(argv: Sequence[str]) -> int:
         here, path = Path.cwd().resolve(), file.resolve()
         shown = path.relative_to(here) if path.is_relative_to(here) else file
         page = study_page(study, gathered.results, gathered.step_seconds, shown.as_posix())
+        overrides = gathered.study.overrides if gathered.study else {}
+        with explaining(f"'{folder}' cannot be written", "choose another folder"):
+            write_study(study.model_copy(update={"overrides": overrides}), folder)
         for path in page.write(args.output):
             print(f"written: {path}")
     if args.leaderboard is not None:

@@ -543,7 +543,7 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
         )
     for key, effect in {
         "precision": "losses and seconds may depend on it",
-        "processor": "seconds are not comparable",
+        "processor": "seconds are not comparable, and losses of the same seed differ slightly",
         "gpu": "seconds are not comparable",
         "threads": "seconds are not comparable, and losses differ slightly",
         "torch": "seconds are not comparable, and losses may depend on it",

@@ -191,6 +191,16 @@ def test_the_quantiles_are_those_of_the_published_tests() -> None:
     torch.testing.assert_close(found, torch.tensor([0.25, -0.25]))
 
 
+def test_inside_a_bin_the_quantile_is_interpolated() -> None:
+    # 8 tokens and 8 pairs of 2 experts, so the 4th token; bins of width 0.5 begin at -1.
+    counts = {(0, 1): 8, (1, 0): 3, (1, 1): 5}
+    found = GlobalQuantileRuleConfig(num_bins=4).quantiles(
+        torch.zeros(2), observed_bins(counts, 4, [6, 2])
+    )
+    # Expert 0: 4 of the 8 in the second bin. Expert 1: 3 below it, so 1 of 5.
+    torch.testing.assert_close(found, torch.tensor([-0.5 + 0.5 * 4 / 8, -0.5 + 0.5 * 1 / 5]))
+
+
 def test_ranks_move_the_bias_as_in_the_published_test() -> None:
     # torchtitan, test_quantile_balancing_distributed.py: each rank alone, and both together.
     scores = torch.tensor([[0.92, 0.68, 0.31, 0.07], [0.07, 0.31, 0.92, 0.68]])

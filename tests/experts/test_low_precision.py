@@ -362,13 +362,29 @@ def test_mx_equals_torchao_to_the_bit(name: Format, dtype: str) -> None:
 @pytest.mark.slow
 def test_nvfp4_equals_torchao_to_the_bit() -> None:
     theirs = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
-    for weight_OI in matrices():
+    generator = torch.Generator().manual_seed(0)
+    # Of bfloat16 numbers many lie between two elements: there a quotient by the scale rounds otherwise.
+    ties = torch.randn(4, 128, 512, generator=generator).bfloat16().float()
+    for weight_OI in (*matrices(), *ties):
         whole = theirs.per_tensor_amax_to_scale(weight_OI.abs().max())
         scale, packed = theirs.nvfp4_quantize(weight_OI, 16, whole)
         ours = pack(weight_OI, "nvfp4")
         assert torch.equal(ours["weight_packed"], packed)
         assert torch.equal(ours["weight_scale"].float(), scale.float())
         assert torch.equal(ours["weight_global_scale"], 1 / whole[None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
+def test_integers_and_fp8_equal_compressed_tensors_to_the_bit(name: Format) -> None:
+    theirs = pytest.importorskip("compressed_tensors.quantization")
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    args = theirs.QuantizationArgs.model_validate({**COMPRESSED[name][1], "symmetric": True})
+    for weight_OI in matrices():
+        blocks = weight_OI.unflatten(-1, (-1, FORMATS[name].block or 64))
+        scale, zero = theirs.utils.calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+        wanted = forward.fake_quantize(weight_OI, scale, zero, args)
+        assert torch.equal(fake_quantize(weight_OI, name), wanted)
 
 
 @pytest.mark.slow
