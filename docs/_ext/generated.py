@@ -482,6 +482,16 @@ def on_docstring(_app: Any, what: str, _name: str, _obj: Any, _opts: Any, lines:
     lines[:] = converted
 
 
+def on_signature(
+    _app: Any, _what: str, _name: str, obj: Any, _opts: Any, arguments: str | None, _returns: Any
+) -> tuple[str, None] | None:
+    """Show a config's options without validators, dataclasses without `<factory>`, modules without `*args`."""
+    is_config = isinstance(obj, type) and issubclass(obj, Config)
+    if is_config or "<factory>" in (arguments or "") or (arguments or "").startswith("(*args"):
+        return signature(obj), None
+    return None
+
+
 def on_skip_member(
     _app: Any, what: str, name: str, obj: Any, _skip: bool, _opts: Any
 ) -> bool | None:
@@ -501,6 +511,7 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", on_source_read)
     app.connect("build-finished", on_build_finished)
     app.connect("autodoc-process-docstring", on_docstring, priority=100)  # before napoleon
+    app.connect("autodoc-process-signature", on_signature)
     app.connect("autodoc-skip-member", on_skip_member)
     return {"parallel_read_safe": True}
 
