@@ -485,9 +485,9 @@ def on_docstring(_app: Any, what: str, _name: str, _obj: Any, _opts: Any, lines:
 def on_signature(
     _app: Any, _what: str, _name: str, obj: Any, _opts: Any, arguments: str | None, _returns: Any
 ) -> tuple[str, None] | None:
-    """Show a config's options without validators, dataclasses without `<factory>`, modules without `*args`."""
-    is_config = isinstance(obj, type) and issubclass(obj, Config)
-    if is_config or "<factory>" in (arguments or "") or (arguments or "").startswith("(*args"):
+    """Show classes without pydantic's validators, `<factory>` of a dataclass and `*args` of a module."""
+    hides = r"<factory>|^\(\*args"
+    if isinstance(obj, type) and (issubclass(obj, Config) or re.search(hides, arguments or "")):
         return signature(obj), None
     return None
 
