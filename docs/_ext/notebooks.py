@@ -146,7 +146,7 @@ def outputs_of(ran: Ran, number: int, picture: Callable[[str], bytes]) -> list[d
     outputs: list[dict[str, Any]] = []
     if lines := ran.printed.splitlines(keepends=True):
         if len(lines) > LONG:
-            lines[2:-6] = [f"... {len(lines) - 8} lines ...\n"]
+            lines[9:-2] = [f"... {len(lines) - 11} lines ...\n"]
         outputs.append({"name": "stdout", "output_type": "stream", "text": lines})
     if ran.value is not None:
         data: dict[str, Any] = {"text/plain": [repr(ran.value)]}

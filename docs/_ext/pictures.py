@@ -25,9 +25,9 @@ COMMANDS = (
     "demo",
 )
 PAGES = {
-    "tokens": ("runs/moe/report.html", "#tokens", 445),
-    "audit": ("audit.html", "h1", 620),
-    "demo": ("demo.html", "h1", 620),
+    "tokens": ("runs/moe/report.html", "#tokens", 350),
+    "audit": ("audit.html", "h1", 580),
+    "demo": ("demo.html", "h1", 604),
 }
 """Name of a picture -> page, element at its top, and its height in pixels."""
 WIDTH = 1040
@@ -51,6 +51,8 @@ def take_pictures(browser: Browser) -> None:
         page = browser.new_page(viewport={"width": WIDTH, "height": height})
         page.goto((BUILD / path).as_uri())
         page.locator(top).first.evaluate("element => element.scrollIntoView()")
+        # The first document of the validation split begins with its author's address.
+        page.add_style_tag(content=".routed pre:nth-child(-n+2) { display: none }")
         page.wait_for_timeout(500)  # the plots draw themselves
         page.screenshot(path=PICTURES / f"{name}.png")
 
@@ -60,9 +62,9 @@ def store_outputs(browser: Browser) -> None:
     page = browser.new_page(viewport={"width": NOTEBOOK_WIDTH, "height": 600})
 
     def picture(html: str) -> bytes:
-        page.set_content(f"<body style='margin: 0; padding: 4px; background: white'>{html}</body>")
+        page.set_content(f"<div style='padding: 4px; background: white'>{html}</div>")
         page.wait_for_timeout(500)
-        return page.locator("body").screenshot()
+        return page.locator("div").first.screenshot()
 
     for path in sorted(FOLDER.glob("*.ipynb")):
         with temporary_runs():
