@@ -25,7 +25,7 @@ COMMANDS = (
     "demo",
 )
 PAGES = {
-    "tokens": ("runs/moe/report.html", "#tokens", 350),
+    "tokens": ("runs/moe/report.html", "#tokens", 346),
     "audit": ("audit.html", "h1", 580),
     "demo": ("demo.html", "h1", 604),
 }
