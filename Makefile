@@ -72,7 +72,7 @@ docs: $(DEV)  ## build the documentation: build/docs/index.html
 readme: $(DEV)  ## write the numbers of README.md anew, from a run of the default model
 	$(PY) -m tests.test_readme_numbers
 
-pictures: $(DEV)  ## take the pictures of the tutorials anew
+pictures: $(DEV)  ## take the pictures of the tutorials and the outputs of the notebooks anew; minutes
 	$(PY) docs/_ext/pictures.py
 
 studies: $(DEV)  ## write the pages of docs/studies anew, from the results beside them

@@ -44,7 +44,7 @@ html_show_sourcelink = False
 myst_heading_anchors = 3  # `page.md#a-heading`, as on a code host
 
 autodoc_member_order = "bysource"
-autodoc_default_options = {"exclude-members": "model_config"}  # pydantic's
+autodoc_default_options = {"exclude-members": "model_config, members"}  # pydantic's, a registry
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

@@ -113,7 +113,7 @@ class Routing:
     Pairs are in token-major order. Only weights, logits, scores and probabilities carry gradients. A router
     with further outputs returns a subclass, such as `NoisyRouting`.
 
-    Five masks sort the pairs::
+    Five masks sort the pairs:
 
         selected_N     chosen by the router; a VariableKRouting lists other pairs too
         active_N       chosen for a real token, so counted in the load

@@ -245,7 +245,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "Experts per token." in page("reference/options/router")
     assert "max_violation" in page("reference/metrics")
     assert "--dry-run" in page("reference/programs")
-    assert "Build a feed-forward block from a mapping" in page("reference/api_blocks")
+    blocks = page("reference/api_blocks")
+    assert "Build a feed-forward block from a mapping" in blocks
+    for method in ("MoEConfig.num_active_params", "DenseConfig.num_params"):  # own, inherited
+        assert f'id="moe_ffn.{method}"' in blocks
+    assert "bool, True for the pairs that an expert computes: real" in page("reference/api_values")
     assert "SinkhornRouterConfig" in page("reference/api_routing")
     assert 'href="routers.html"' in page("studies/README")
     assert (tmp_path / "searchindex.js").is_file()

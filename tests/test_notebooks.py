@@ -1,4 +1,4 @@
-"""The notebooks of docs/notebooks: they run from top to bottom, and are committed without outputs."""
+"""The notebooks of docs/notebooks: they run from top to bottom, and are committed with outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ DOCS = Path(__file__).parents[1] / "docs"
 PATHS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 sys.path.append(str(DOCS / "_ext"))
-from notebooks import Ran, as_markdown, html_of, run_notebook  # noqa: E402
+from notebooks import LONG, Ran, as_markdown, html_of, outputs_of, run_notebook  # noqa: E402
+
+
+def book_of(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def kinds(outputs: list[dict[str, Any]]) -> list[list[str]]:
+    """What a code host shows of a cell: printed text, pictures and values."""
+    return [[output["output_type"], *sorted(output.get("data", {}))] for output in outputs]
 
 
 def check_which_block(names: dict[str, Any], cells: list[Ran]) -> None:
@@ -68,6 +77,9 @@ def test_a_notebook_runs_and_shows_every_value(
         monkeypatch.setattr(moe_ffn, "train", lambda given: train(merge(given, few)))
     names: dict[str, Any] = {}
     cells = list(run_notebook(path, names))
+    shown_now = [kinds(outputs_of(cell, 1, lambda html: b"")) for cell in cells]
+    shown_on_a_host = [kinds(cell.get("outputs", [])) for cell in book_of(path)["cells"]]
+    assert shown_on_a_host == shown_now, "`make pictures` stores the outputs"
     CHECKS[path.stem](names, cells)
     if is_whole:
         runs = [*names.get("runs", {}).values(), *([names["run"]] if "run" in names else [])]
@@ -78,18 +90,21 @@ def test_a_notebook_runs_and_shows_every_value(
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_a_notebook_is_committed_as_jupyter_reads_it_and_without_outputs(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    book = json.loads(text)
-    assert text == json.dumps(book, indent=1, ensure_ascii=False) + "\n"  # as Jupyter saves it
+def test_a_notebook_is_committed_as_jupyter_saves_it_with_small_outputs(path: Path) -> None:
+    text, book = path.read_text(encoding="utf-8"), book_of(path)
+    assert text == json.dumps(book, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    assert len(text) < 250_000
     assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
     cells = book["cells"]
     assert len({cell["id"] for cell in cells}) == len(cells)
     assert all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"]) for cell in cells)
-    for cell in cells:
-        if cell["cell_type"] == "code":
-            assert (cell["outputs"], cell["execution_count"]) == ([], None)
-    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    for output in (output for cell in code for output in cell["outputs"]):
+        printed = "".join([*output.get("text", []), *output.get("data", {}).get("text/plain", [])])
+        assert len(printed.splitlines()) <= LONG
+        assert not re.search(r"(?<![\w.])/\w+/|object at 0x", printed), "no paths of a machine"
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)\)", text):
         assert (path.parent / target).exists(), target
 
 

@@ -42,6 +42,8 @@ DRAWN = re.compile(r'class="js-line"[^>]* d="([^"]*)"|class="point"[^>]* transfo
 """Lines and points of an SVG that plotly drew."""
 WIDTH = 760
 """Pixels of a picture."""
+IN_THE_DARK = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.92) hue-rotate(180deg) } }</style>"
+"""Swaps light and dark, and keeps hues, where a picture is shown in the dark."""
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]\d+)?")
 
 
@@ -82,7 +84,8 @@ def draw(browser: Browser, folder: Path, figure: Any) -> str:
         drawn = [json.loads(figure.to_json()), size]
         drawn[0]["layout"].pop("title")  # the page says it
         url = found.page.evaluate("([figure, size]) => Plotly.toImage(figure, size)", drawn)
-    return unquote(url.partition(",")[2])
+    opening, _, drawing = unquote(url.partition(",")[2]).partition(">")
+    return f"{opening}>{IN_THE_DARK}{drawing}"
 
 
 def write_pictures() -> None:
@@ -176,6 +179,7 @@ def test_pictures_are_what_chromium_draws_of_the_results(browser: Browser, tmp_p
             svg = draw(browser, tmp_path, page.figures[Path(name).stem])
             ours, theirs = (numbers(str(DRAWN.findall(text))) for text in (kept, svg))
             assert len(ours) > 20
+            assert IN_THE_DARK in kept
             # Differences that nobody sees.
             assert ours == pytest.approx(theirs, rel=1e-2, abs=2), "write it anew: make studies"
 

@@ -8,9 +8,11 @@ compares them with the code.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from importlib import import_module
 from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
@@ -48,7 +50,8 @@ OWN_PAGES = {"FFNConfig": "ffn", "RouterConfig": "router", "ExpertsConfig": "exp
 OWN_PATHS = ["model.ffn", "model.ffn.router", "model.ffn.experts"]
 """Sections of these families."""
 
-REFERENCE = Path(__file__).parents[1] / "reference"
+DOCS = Path(__file__).parents[1]
+REFERENCE = DOCS / "reference"
 OPTIONS = REFERENCE / "options"
 
 UNITS = re.compile(
@@ -331,13 +334,37 @@ def signature(obj: Any) -> str:
     return str(Signature(listed)) + ("" if is_class else f" -> {found.return_annotation}")
 
 
+BASES = ("BaseModel", "Config", "Exception", "Module", "TaggedConfig")
+"""Classes whose own members are not listed with those of a public class."""
+
+
+def members(cls: type) -> str:
+    """Return public methods with their arguments, and properties, for readers of a code host."""
+    listed: dict[str, str] = {}
+    for base in cls.__mro__:
+        if base.__name__ in BASES or not base.__module__.startswith("moe_ffn"):
+            continue
+        for name, member in vars(base).items():
+            value = getattr(cls, name)
+            if name.startswith("_") or name in listed or not inspect.getdoc(value):
+                continue
+            if isinstance(member, property | cached_property):
+                listed[name] = f"`{name}`"
+            elif inspect.isroutine(value):
+                arguments = [each for each in inspect.signature(value).parameters if each != "self"]
+                listed[name] = f"`{name}({', '.join(arguments)})`"
+    return f"Methods and properties: {', '.join(listed.values())}.\n" if listed else ""
+
+
 def docstrings(*paths: str) -> str:
-    """Return the signature and the first paragraph of names, for readers of a code host."""
+    """Return the signature, the first paragraph and the methods of names, for readers of a code host."""
     lines: list[str] = []
     for path in paths:
         obj = resolve_name(path)
         paragraph = cleandoc(obj.__doc__ or "").split("\n\n")[0]
         lines.append(f"`{path.rpartition('.')[2]}{signature(obj)}`: {prose(paragraph)}\n")
+        if isinstance(obj, type) and (listed := members(obj)):
+            lines.append(listed)
     return "\n".join(lines)
 
 
@@ -351,12 +378,42 @@ def with_full_docstrings(text: str) -> str:
             kind = "function"
             if isinstance(obj, type):
                 kind = "exception" if issubclass(obj, Exception) else "class"
-            members = "   :members:\n" if kind == "class" else ""
-            lines.append(f".. auto{kind}:: {path}\n{members}")
+            members = f"   :members:\n   :inherited-members: {', '.join(BASES)}\n"
+            lines.append(f".. auto{kind}:: {path}\n{members if kind == 'class' else ''}")
         return "```{eval-rst}\n" + "\n".join(lines) + "```"
 
     pattern = r"^<!-- generated: docstrings (.+?) -->\n.*?^<!-- end -->$"
     return re.sub(pattern, directives, text, flags=re.MULTILINE | re.DOTALL)
+
+
+# -- all pages
+
+
+def title(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        text = json.loads(text)["cells"][0]["source"][0]
+    return text.partition("\n")[0].removeprefix("# ")
+
+
+SHELVES = [
+    *("tutorials/index", "notebooks/index", "howto/index", "reference/index"),
+    *("reference/options/index", "explanation/index", "studies/README"),
+]
+"""Pages that introduce a folder."""
+
+
+def pages() -> str:
+    """Return links to the pages of each folder, by title."""
+    rows: list[list[str]] = []
+    for index in SHELVES:
+        shelf = DOCS / f"{index}.md"
+        found = [path for path in shelf.parent.iterdir() if path.suffix in (".md", ".ipynb")]
+        links = sorted(
+            f"[{title(path)}]({path.relative_to(DOCS)})" for path in found if path != shelf
+        )
+        rows += [[link, title(shelf)] for link in links]
+    return table(["page", "shelf"], rows)
 
 
 # -- Sphinx
@@ -367,6 +424,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "docstrings": docstrings,
     "metrics": metrics,
     "options": options,
+    "pages": pages,
     "programs": program_table,
     "sections": sections,
 }
@@ -409,6 +467,8 @@ def on_docstring(_app: Any, what: str, _name: str, _obj: Any, _opts: Any, lines:
     """Mark indented code of a docstring as code; escape bars, which reStructuredText would substitute."""
     if what == "module":  # up to its first list of files in columns
         del lines[next((i for i, line in enumerate(lines) if "  " in line), len(lines)) :]
+    if what in ("attribute", "property"):
+        lines[:0] = ["..", ""]  # or napoleon would take words before a colon for a type
     header, before, converted = "", "x", []
     for line in lines:
         is_indented = line.startswith("    ")
@@ -420,6 +480,16 @@ def on_docstring(_app: Any, what: str, _name: str, _obj: Any, _opts: Any, lines:
         converted.append(line if is_indented else outside_code(r"\|", r"\\|", line))
         before = line.strip()
     lines[:] = converted
+
+
+def on_signature(
+    _app: Any, _what: str, _name: str, obj: Any, _opts: Any, arguments: str | None, _returns: Any
+) -> tuple[str, None] | None:
+    """Show classes without pydantic's validators, `<factory>` of a dataclass and `*args` of a module."""
+    hides = r"<factory>|^\(\*args"
+    if isinstance(obj, type) and (issubclass(obj, Config) or re.search(hides, arguments or "")):
+        return signature(obj), None
+    return None
 
 
 def on_skip_member(
@@ -441,10 +511,11 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", on_source_read)
     app.connect("build-finished", on_build_finished)
     app.connect("autodoc-process-docstring", on_docstring, priority=100)  # before napoleon
+    app.connect("autodoc-process-signature", on_signature)
     app.connect("autodoc-skip-member", on_skip_member)
     return {"parallel_read_safe": True}
 
 
 if __name__ == "__main__":
-    for path in REFERENCE.rglob("*.md"):
+    for path in (DOCS / "README.md", *REFERENCE.rglob("*.md")):
         path.write_text(with_generated_parts(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -235,6 +235,7 @@ class DecoderConfig(Config, frozen=True):
             ) from error
 
     def num_params(self, vocab_size: int, max_seq_len: int) -> int:
+        """Return the number of parameters, including embeddings."""
         ffn = sum(ffn.num_params(self.d_model) for ffn in self.layer_ffns())
         return ffn + self._params_without_ffn(vocab_size, max_seq_len)
 
