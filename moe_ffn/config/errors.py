@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import reprlib
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import ValidationError
+
+from moe_ffn.files import reason
 
 
 class ConfigError(ValueError):
@@ -154,6 +157,20 @@ def printable(text: str, also: str = "") -> str:
 def escaped(character: str) -> str:
     r"""Return the ASCII escape of a character in Python code, such as `\x1b`."""
     return character.encode("unicode_escape").decode("ascii")
+
+
+@contextmanager
+def explaining(problem: str, advice: str = "fix its permissions") -> Iterator[None]:
+    """Convert an OSError to a ConfigError: `'runs/x' cannot be read (Permission denied); fix ...`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{problem} ({reason(error)}); {advice}") from error
+
+
+def reading(path: Path) -> AbstractContextManager[None]:
+    """Convert an OSError to a ConfigError that names `path`."""
+    return explaining(f"'{path}' cannot be read")
 
 
 def first_line(error: BaseException) -> str:

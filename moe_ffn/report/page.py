@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moe_ffn.config.errors import explaining
 from moe_ffn.report import run_summary
 from moe_ffn.report.html import write_page
-from moe_ffn.runs.folder import explaining
 from moe_ffn.runs.reader import PATIENCE_SECONDS, WATCHED, Run, check_is_run, read_runs
 
 FileStamps = list[tuple[int, int] | None]

@@ -29,27 +29,7 @@ MAX_COLUMNS = 16
 MAX_SAMPLES = 40
 """Maximum number of samples on a page, evenly chosen, with the first and the last."""
 
-IN_SUMMARY = {
-    "validation/loss": "validation_loss",
-    "validation/bits_per_byte": "validation_bits_per_byte",
-    "train/tokens_per_second": "tokens_per_second",
-}
-"""Column of the rows -> field of the summary with its final value."""
-
-
 # -- the values of a run
-
-
-def final(run: Run, key: str) -> float | None:
-    """Return the final value of a column of `IN_SUMMARY`, or its last value if the run has not finished.
-
-    Returns NaN if the final value was not finite.
-    """
-    name = IN_SUMMARY[key]
-    if run.summary.has(name):
-        value = getattr(run.summary, name)
-        return math.nan if value is None else value
-    return run.series(key).last
 
 
 def measured(run: Run, metric: Metric) -> dict[str, Series]:
@@ -128,7 +108,7 @@ def progress(run: Run) -> str:
 def best_loss(run: Run) -> float | None:
     """Return the lowest validation loss if the last one is higher; None otherwise."""
     values = [value for value in run.series("validation/loss").values if value == value]
-    last = final(run, "validation/loss")
+    last = run.final("validation/loss")
     if not values or last is None or min(values) >= last - 5e-5:
         return None
     return min(values)
@@ -136,7 +116,7 @@ def best_loss(run: Run) -> float | None:
 
 def relative_to_unigram(run: Run) -> str:
     """Return the validation loss relative to the unigram model, `0.8448 below it (27%)`; empty if unknown."""
-    loss, unigram = finite(final(run, "validation/loss")), finite(run.summary.unigram_loss)
+    loss, unigram = finite(run.final("validation/loss")), finite(run.summary.unigram_loss)
     if loss is None or not unigram:
         return ""
     side = "below" if loss <= unigram else "above"
@@ -219,7 +199,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
     Each is (class of the style sheet, sentence).
     """
     found: list[tuple[str, str]] = []
-    loss, unigram = final(run, "validation/loss"), run.summary.unigram_loss
+    loss, unigram = run.final("validation/loss"), run.summary.unigram_loss
     if loss is not None and not math.isfinite(loss):
         found.append(("bad", "The validation loss is not a finite number: training has diverged."))
     elif loss is not None and unigram is not None and loss > unigram:

@@ -19,7 +19,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
-from moe_ffn.config.errors import ConfigError, first_line, printable, show
+from moe_ffn.config.errors import ConfigError, explaining, first_line, printable, show
 from moe_ffn.config.option_tree import differences
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
@@ -94,7 +94,7 @@ def has_begun(config: TrainConfig) -> bool:
         if not _differences(folder, config):
             return True
     moved = folder.parent / UNFINISHED_FOLDER / f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    with run_folder.locked(folder), run_folder.explaining(f"'{moved}' cannot be written"):
+    with run_folder.locked(folder), explaining(f"'{moved}' cannot be written"):
         make_folder(moved.parent)
         folder.rename(moved)
     print(f"{folder.name}: an unfinished run with other options was moved to {moved}")
@@ -172,7 +172,7 @@ class Job:
         Raises:
             ConfigError: the folder holds another run, or a file cannot be written.
         """
-        with run_folder.explaining(f"'{self.log}' cannot be written"):
+        with explaining(f"'{self.log}' cannot be written"):
             make_folder(self.log.parent)
             log = open_file(self.log, "ab")
         with log:
@@ -189,7 +189,7 @@ class Job:
                 "OMP_NUM_THREADS": str(num_threads),
                 "WANDB_RUN_GROUP": self.run.folder.parent.name,
             }
-            with run_folder.explaining("its process cannot be started", "give fewer --jobs"):
+            with explaining("its process cannot be started", "give fewer --jobs"):
                 self.process = Popen(
                     training_command(self.run, is_begun, trust_code),
                     stdin=DEVNULL,
@@ -256,11 +256,8 @@ def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[
     command = program_command("train")
     if is_begun:
         return [*command, "--resume", str(run.folder), *([FLAG] if trust_code else [])]
-    options = run.config.to_dict()
-    return [
-        *command,
-        *(word for key in options for word in (f"--{key}", _yaml_compatible_json(options[key]))),
-    ]
+    options = {key: _yaml_compatible_json(value) for key, value in run.config.to_dict().items()}
+    return [*command, *(word for key, value in options.items() for word in (f"--{key}", value))]
 
 
 def _yaml_compatible_json(value: Any) -> str:
@@ -438,6 +435,6 @@ def write_study(study: StudyConfig, folder: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    with run_folder.explaining(f"'{folder / STUDY_FILE}' cannot be written"):
+    with explaining(f"'{folder / STUDY_FILE}' cannot be written"):
         make_folder(folder)
         write_atomically(folder / STUDY_FILE, to_yaml(study))

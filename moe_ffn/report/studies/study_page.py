@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError, command, explaining
 from moe_ffn.files import read_text, write_atomically
 from moe_ffn.report.html import NONE, compact, write_page
 from moe_ffn.report.plots import figures_page, shared_script
@@ -30,7 +30,6 @@ from moe_ffn.report.studies.fits import (
     without_seeds,
 )
 from moe_ffn.report.studies.markdown import markdown_row, markdown_table
-from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import block_of
