@@ -12,7 +12,7 @@ from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.files import read_object
 from moe_ffn.report.html import NONE, compact, number, render
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table, with_interval
-from moe_ffn.studies.comparison import Arm, Comparison, p_text
+from moe_ffn.studies.comparison import Arm, Comparison, beside_ngrams, p_text
 from moe_ffn.studies.differences import VALIDATION_OPTIONS, identity
 from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import RESULTS_FILE, RunResult
@@ -134,6 +134,7 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
     claimed = [b for b in sparse if b.winner.difference and b.winner.difference.is_claimed]
     timed = [ratio for b in sparse if (ratio := b.seconds_speed_up(b.winner))]
     budgets = [arm.budget for board in boards for arm in board.arms]
+    every_run = [run for board in boards for arm in board.arms for run in arm.results]
     active, tokens = (
         f"{compact(min(values))} to {compact(max(values))}"
         for values in ([b.model.active_params for b in budgets], [b.tokens for b in budgets])
@@ -147,6 +148,7 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
         num_timed=len(timed),
         active=active,
         tokens=tokens,
+        beside_ngrams=beside_ngrams(every_run),
         summary=_summary(boards, links),
         tables=[(board, _table(board, links)) for board in boards],
         alone=alone,
@@ -276,7 +278,8 @@ def _table(board: Board, links: Mapping[str, str]) -> str:
     head = "arm|loss|minus dense|seeds|params|active|FLOPs|tokens/s|memory|speed-up, FLOPs|speed-up, seconds"
     return (
         f"Corpus `{option('data.corpus.type')}`, tokenizer `{option('data.tokenizer.type')}`, windows of "
-        f"{option('data.seq_len')} tokens.\n\n{markdown_table(head.split('|'), rows)}"
+        f"{option('data.seq_len')} tokens. {board.comparison.beside_ngrams}\n\n"
+        f"{markdown_table(head.split('|'), rows)}"
     )
 
 

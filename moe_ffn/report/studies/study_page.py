@@ -137,6 +137,7 @@ def study_page(
         study=study,
         arms=arms,
         baseline=comparison.baseline,
+        beside_ngrams=comparison.beside_ngrams,
         same=_same(compared),
         design=_design(comparison),
         pairing=_pairing([arm.results[0] for arm in arms]),
