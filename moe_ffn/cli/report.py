@@ -25,9 +25,9 @@ def main(argv: Sequence[str]) -> int:
         "page to write (default: report.html in the run, or for several runs next to the first one)",
         type=page_file,
     )
-    meaning = "rewrite the page whenever a file of a run changes, until all runs have ended"
+    meaning = "rewrite the page every few seconds, until all runs have ended"
     parser.add("--watch", meaning)
-    meaning = "seconds between two checks of --watch (default: 10)"
+    meaning = "seconds between two pages of --watch (default: 10)"
     parser.add("--every SECONDS", meaning, type=float, default=10)
     args = parser.parse_args(argv)
     if not 0.1 <= args.every <= 86_400:

@@ -44,9 +44,7 @@ UNFINISHED_FOLDER = "unfinished"
 """Subfolder of a study with unfinished runs whose options the study has changed since."""
 
 _TAIL_BYTES, _TAIL_LINES = 100_000, 10
-_SECONDS_BETWEEN_READS = 1.0
-"""Minimum time between two reads of a run's files."""
-_SECONDS_BETWEEN_POLLS = 0.2
+_SECONDS_BETWEEN_POLLS = 0.5
 _SECONDS_BETWEEN_LINES = 60.0
 """Maximum time without a line while runs are trained."""
 
@@ -138,7 +136,7 @@ class Job:
         self.process: Popen[bytes] | None = None
         """None before the process starts."""
         self._started_at = 0.0
-        self._step, self._step_read_at = 0, 0.0
+        self._step = 0
 
     @property
     def name(self) -> str:
@@ -232,10 +230,7 @@ class Job:
         """Last optimizer step in the run's log."""
         if self.state == "finished":
             return self.max_steps
-        now = time.monotonic()
-        is_outdated = now - self._step_read_at > _SECONDS_BETWEEN_READS
-        if is_outdated and self.state in ("training", "elsewhere"):
-            self._step_read_at = now
+        if self.state in ("training", "elsewhere"):
             self._step = max(self._step, self._last_step())
         return self._step
 
@@ -309,7 +304,7 @@ class Sweep:
             job.update_state()
         self.num_to_train = len(self.jobs_in("waiting"))
         self._num_started = 0
-        self._began_at = self._others_checked_at = time.monotonic()
+        self._began_at = time.monotonic()
 
     def jobs_in(self, *states: State) -> list[Job]:
         return [job for job in self.jobs if job.state in states]
@@ -344,12 +339,9 @@ class Sweep:
         for job in self.jobs_in("training"):
             if job.has_ended():
                 yield from self._ended(job)
-        now = time.monotonic()
-        if now - self._others_checked_at > _SECONDS_BETWEEN_READS:
-            self._others_checked_at = now
-            for job in self.jobs_in("elsewhere"):
-                job.state = "waiting"
-                yield from self._start(job, was_elsewhere=True)
+        for job in self.jobs_in("elsewhere"):
+            job.state = "waiting"
+            yield from self._start(job, was_elsewhere=True)
         for job in self.jobs_in("waiting"):
             if len(self.jobs_in("training")) < self.num_at_once:
                 yield from self._start(job)
