@@ -16,6 +16,7 @@ from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, resu
 from moe_ffn.model.decoder import short_name
 from moe_ffn.notebook_cards import spread
 from moe_ffn.report.html import NONE, number
+from moe_ffn.runs.config import block_of
 from moe_ffn.runs.json_files import AlarmLine, finite
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
@@ -80,22 +81,11 @@ STATES = {
 """State of a run -> (class of the style sheet, text)."""
 
 
-def ffn_type(option: Callable[[str], Any]) -> str:
-    """Return a text with the type of the block, its experts and router, and the layers that differ."""
-    ffn = option("model.ffn")
-    if not isinstance(ffn, dict):
-        return "unknown block"
-    name = str(ffn.get("type", "unknown block"))
-    if isinstance(ffn.get("num_experts"), int):
-        name += f", {ffn['num_experts']} experts"
-    router = ffn.get("router")
-    if isinstance(router, dict):
-        k = f" k = {router['k']}" if "k" in router else ""
-        name += f", {router.get('type', 'unknown')}{k}"
+def block(option: Callable[[str], Any]) -> str:
+    """Describe the block of a run, and name the layers that differ."""
     overrides = option("model.ffn_at")
-    if isinstance(overrides, dict) and overrides:
-        name += "; differs in layers " + ", ".join(map(str, overrides))
-    return name
+    others = f"; differs in layers {', '.join(map(str, overrides))}" if overrides else ""
+    return (block_of(option("model")) or "unknown block") + others
 
 
 def progress(run: Run) -> str:

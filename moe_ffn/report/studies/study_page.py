@@ -30,9 +30,9 @@ from moe_ffn.report.studies.fits import (
     without_seeds,
 )
 from moe_ffn.report.studies.markdown import markdown_row, markdown_table
+from moe_ffn.runs.config import block_of
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.studies.differences import block_of
 from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
 
@@ -182,7 +182,7 @@ def _design(comparison: Comparison) -> str:
         [
             arm.name,
             ", ".join(f"`{line}`" for line in arm.differs)
-            or block_of(arm.results[0].config)
+            or block_of(arm.results[0].config.get("model"))
             or NONE,
             cost(arm, "ffn", "params"),
             cost(arm, "ffn", "active_params"),
