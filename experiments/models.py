@@ -20,6 +20,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+from jinja2 import Template
 from torch import Tensor, nn
 
 from moe_ffn.cli.exit import exit_on_bad_input
@@ -235,38 +236,6 @@ def _error(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 # -- docs/reference/models.md
 
-HEAD = """# Sparse blocks of transformers, by config
-
-This page compares our blocks with every model of transformers {version} whose file has a sparse
-feed-forward block.
-
-- **Errors**: both blocks are built small, in float32, with the same random weights. The columns give the
-  largest difference of the outputs, and of all gradients, divided by the largest number of theirs. Blocks
-  with noise or a capacity are also compared in training; the larger error counts.
-- **Weights** of a live model are converted by `moe_ffn.interop.convert_block("{example}", block, config)`,
-  only the config by `block_config("{example}", config)`.
-
-Of {total} models, {exact} agree to rounding ({share:.1%}). {paper} of these {exact} are compared with their
-papers, because their blocks in transformers compute something else in evaluation.
-
-| model | block of transformers | output | gradients |
-|---|---|---|---|
-"""
-
-CONFIGS = """
-## Configs
-
-Each line is our config for the default config of that model, or for a small one if the default cannot be
-trained.
-
-```yaml
-"""
-
-TAIL = """
-`python -m experiments.models` writes this page. A test looks through the installed transformers and names
-each model that is missing here.
-"""
-
 
 def flow(value: Any) -> str:
     """Return YAML on one line, without null values."""
@@ -310,29 +279,19 @@ def page(errors: Mapping[str, Errors]) -> str:
     """Return the Markdown of docs/reference/models.md."""
     models = {model.split()[0] for model in BLOCKS}
     missing = {model for model, entry in BLOCKS.items() if isinstance(entry, str)}
-    head = HEAD.format(
+    source = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    template = Template(source, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return template.render(
+        blocks=BLOCKS,
+        without_block=NO_BLOCK,
+        errors=errors,
         version=version("transformers"),
-        example="qwen3_moe",
-        total=len(models),
-        exact=len(models - missing),
-        share=len(models - missing) / len(models),
-        paper=len(PAPERS),
+        num_models=len(models),
+        num_exact=len(models - missing),
+        num_papers=len(PAPERS),
+        flow=flow,
+        shown_config=shown_config,
     )
-    rows, configs, notes = [], [], []
-    for model, entry in BLOCKS.items():
-        if isinstance(entry, str):
-            notes.append(f"- `{model}` has no equal here: {entry}.")
-            continue
-        output, *gradients = errors[model].values()
-        rows.append(f"| `{model}` | `{entry.class_name}` | {output:.0e} | {max(gradients):.0e} |")
-        configs.append(f"{model}: {flow(shown_config(model, entry))}")
-        if entry.note:
-            notes.append(f"- `{model}`: {entry.note}.")
-        if entry.bug:
-            notes.append(f"- `{model}`, **an error in transformers**: {entry.bug}.")
-    notes += [f"- `{model}` has no sparse block: {why}." for model, why in NO_BLOCK.items()]
-    parts = (head, *(f"{row}\n" for row in rows), CONFIGS, *(f"{line}\n" for line in configs))
-    return "".join([*parts, "```\n\n## Notes\n\n", *(f"{note}\n" for note in notes), TAIL])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -128,52 +128,40 @@ def _parser() -> Parser:
         "installed libraries, and check the speeds against targets.",
         epilog=f"suites:\n{listed}\n\nThe exit code is 0 when everything ran, even if a target is missed.",
     )
-    add = parser.add_argument
-    add(
-        "--suite",
+    parser.add(
+        "--suite NAME",
+        "suites to run, from the list below; default: all",
         action="extend",
         nargs="+",
         choices=list(SUITES),
-        metavar="NAME",
-        help="suites to run, from the list below; default: all",
     )
-    add(
-        "--shape",
+    parser.add(
+        "--shape T,D,F,E,K,dtype",
+        "time a layer of this size: tokens, model width, expert width, experts, experts per "
+        "token, and fp32, bf16 or fp16; may be repeated; without --suite, nothing else is timed",
         action="append",
         default=[],
-        metavar="T,D,F,E,K,dtype",
-        help="time a layer of this size: tokens, model width, expert width, experts, experts per "
-        "token, and fp32, bf16 or fp16; may be repeated; without --suite, nothing else is timed",
     )
-    add(
+    parser.add(
         "--model",
-        action="store_true",
-        help="time nothing; print FLOPs and bytes of each Triton kernel at the shapes, and the least time "
+        "time nothing; print FLOPs and bytes of each Triton kernel at the shapes, and the least time "
         "of both on an H200",
     )
-    add(
-        "--rounds",
-        type=whole(1),
-        metavar="N",
-        help="timed rounds of each candidate; default: 9, or as few as 3 if they take long",
-    )
-    add(
-        "--threads", type=whole(1, 4096), metavar="N", help="threads of torch; default: torch's own"
-    )
-    add(
-        "--device",
+    meaning = "timed rounds of each candidate; default: 9, or as few as 3 if they take long"
+    parser.add("--rounds N", meaning, type=whole(1))
+    parser.add("--threads N", "threads of torch; default: torch's own", type=whole(1, 4096))
+    parser.add(
+        "--device NAME",
+        "auto (the default), cpu or cuda; auto prefers cuda",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        metavar="NAME",
-        help="auto (the default), cpu or cuda; auto prefers cuda",
     )
-    add(
-        "--backends",
+    parser.add(
+        "--backends NAME",
+        "backends to time in addition to auto; default: all",
         action="extend",
         nargs="+",
         choices=list(BACKENDS),
-        metavar="NAME",
-        help="backends to time in addition to auto; default: all",
     )
     return parser
 

@@ -43,10 +43,10 @@ from experiments.benchmark.shapes import FEW_TOKENS, MODELS, Shape
 from experiments.benchmark.suites import peak_bytes
 from experiments.benchmark.tiles import CANDIDATES, time_tiles
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.parser import Parser, check_output, whole, write_output
-from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.cli.parser import Parser, check_output, whole
+from moe_ffn.config.errors import ConfigError, explaining, first_line
 from moe_ffn.ffn.dispatch import make_plan
-from moe_ffn.files import make_folder, reason
+from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import BACKEND_DEVICES, BACKENDS, run_experts, unsupported_reason
 from moe_ffn.outputs import Plan
@@ -90,10 +90,11 @@ class Hour:
         return MODELS if self.on_gpu else SMALL
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table; rows may be shorter than the headers."""
-    padded = [[*map(str, row), *[""] * (len(headers) - len(row))] for row in rows]
-    return markdown_table(headers, padded, num_texts=len(headers))
+def table(headers: str, rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table with headers like `backend|error`; rows may be shorter."""
+    names = headers.split("|")
+    padded = [[*map(str, row), *[""] * (len(names) - len(row))] for row in rows]
+    return markdown_table(names, padded, num_texts=len(names))
 
 
 # ------------------------------------------------------------------------------------ sections
@@ -129,7 +130,7 @@ def machine(hour: Hour) -> list[str]:
             (f"product of 8192 x 8192, {name}", f"{2 * 8192**3 / seconds / 1e12:.0f} TFLOP/s")
         )
     torch.set_float32_matmul_precision("highest")
-    return [*lines, "", table(("", ""), rows)]
+    return [*lines, "", table("|", rows)]
 
 
 def exactness(hour: Hour) -> list[str]:
@@ -157,34 +158,15 @@ def exactness(hour: Hour) -> list[str]:
             of_loop = of_loop or errors
             worst = max(errors[key] / max(of_loop[key], 1e-9) for key in errors)
             repeats = all(torch.equal(got[key], again[key]) for key in got)
-            rows.append(
-                [
-                    name,
-                    backend,
-                    *(f"{e:.1e}" for e in errors.values()),
-                    f"{worst:.2f}",
-                    "yes" if repeats else "**no**",
-                ]
-            )
+            row = [name, backend, *(f"{e:.1e}" for e in errors.values()), f"{worst:.2f}"]
+            rows.append([*row, "yes" if repeats else "**no**"])
             if not worst <= MAX_ERROR:  # NaN too
                 hour.todo.append(f"{backend} in {name} is {worst:.1f} times as inexact as `loop`.")
             if backend == "triton" and not repeats:
                 hour.todo.append(f"triton in {name} does not repeat its bits.")
-    headers = (
-        "dtype",
-        "backend",
-        "y",
-        "x",
-        "weights",
-        "gate and up",
-        "down",
-        "worst / loop",
-        "repeats",
-    )
-    said = (
-        f"Relative error of the output and of each gradient against `loop` in float64, at {shape}:"
-    )
-    return [said, "", table(headers, rows)]
+    what = "Relative error of the output and of each gradient against `loop` in float64"
+    headers = "dtype|backend|y|x|weights|gate and up|down|worst / loop|repeats"
+    return [f"{what}, at {shape}:", "", table(headers, rows)]
 
 
 def arguments_of(case: Case) -> tuple[Tensor, Plan, ExpertWeights]:
@@ -247,34 +229,18 @@ def speed(hour: Hour) -> list[str]:
         dense = found["training", DENSE].median
         for layer in layers:
             step, forward = found["training", layer.name], evaluated["forward", layer.name]
-            rows.append(
-                [
-                    layer.name,
-                    amount(step.median),
-                    f"{step.median / dense:.2f}",
-                    f"{shape.flops / step.median / 1e12:.3g}",
-                    amount(forward.median),
-                    f"{forward.median / evaluated['forward', DENSE].median:.2f}",
-                    amount(peaks[layer.name], "B"),
-                    layer.computes,
-                ]
-            )
+            row = [layer.name, amount(step.median), f"{step.median / dense:.2f}"]
+            row.append(f"{shape.flops / step.median / 1e12:.3g}")
+            ratio = forward.median / evaluated["forward", DENSE].median
+            row += [amount(forward.median), f"{ratio:.2f}", amount(peaks[layer.name], "B")]
+            rows.append([*row, layer.computes])
         ours = found["training", AUTO]
         for (_, name), other in found.items():
             if name != DENSE and other.median < 0.97 * ours.median:
                 hour.todo.append(
                     f"{model}: {name} takes {other.median / ours.median:.2f} of our time."
                 )
-        headers = (
-            "layer",
-            "training step",
-            "/ dense",
-            "TFLOP/s",
-            "forward only",
-            "/ dense",
-            "peak memory",
-            "computes",
-        )
+        headers = "layer|training step|/ dense|TFLOP/s|forward only|/ dense|peak memory|computes"
         lines += [f"### {model}: {shape}", "", table(headers, rows), ""]
         lines += [f"- {remark}" for remark in remarks] + [""] * bool(remarks)
     return lines
@@ -301,17 +267,12 @@ def profile(hour: Hour) -> list[str]:
         events.sort(key=lambda event: -event.self_device_time_total)
         total = sum(event.self_device_time_total for event in events)
         rows = [
-            (
-                e.key[:60],
-                e.count,
-                f"{e.self_device_time_total:.0f}",
-                f"{e.self_device_time_total / total:.1%}",
-            )
-            for e in events[:12]
+            (e.key[:60], e.count, f"{spent:.0f}", f"{spent / total:.1%}")
+            for e, spent in ((e, e.self_device_time_total) for e in events[:12])
         ]
         count = sum(event.count for event in events)
         lines += [f"{model}: {count} kernels, {total / 1e3:.2f} ms", ""]
-        lines += [table(("kernel", "launches", "microseconds", "share"), rows), ""]
+        lines += [table("kernel|launches|microseconds|share", rows), ""]
     return lines
 
 
@@ -322,7 +283,7 @@ def tiles(hour: Hour) -> list[str]:
         given = arguments_of(Case.of(shape, hour.device))
         candidates = CANDIDATES if hour.on_gpu else {}
         rows = time_tiles(*given, seconds_of, candidates)
-        headers = ("kernel", "tile: M, O, K, stages, warps", "milliseconds", "TFLOP/s")
+        headers = "kernel|tile: M, O, K, stages, warps|milliseconds|TFLOP/s"
         lines += [f"### {model}: {shape}", "", table(headers, rows), ""]
     return lines
 
@@ -353,7 +314,7 @@ def mixed_precision(hour: Hour) -> list[str]:
         [each.name, amount(found[each.key].median), amount(peak_bytes(each, hour.device), "B")]
         for each in candidates
     ]
-    return [f"{shape}:", "", table(("weights", "training step", "peak memory"), rows)]
+    return [f"{shape}:", "", table("weights|training step|peak memory", rows)]
 
 
 class Autocast(nn.Module):
@@ -406,16 +367,8 @@ def sanitizer(hour: Hour) -> list[str]:
         return ["Needs a GPU and compute-sanitizer, a program of the CUDA toolkit."]
     lines: list[str] = []
     for tool in ("memcheck", "racecheck"):
-        command = [
-            program,
-            "--tool",
-            tool,
-            "--error-exitcode",
-            "1",
-            sys.executable,
-            "-c",
-            SANITIZED,
-        ]
+        options = f"--tool {tool} --error-exitcode 1".split()
+        command = [program, *options, sys.executable, "-c", SANITIZED]
         environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         said = [line.strip("= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
@@ -446,16 +399,9 @@ def default_run(hour: Hour) -> list[str]:
                 "logging.wandb.mode": "disabled",
                 "sample.num_tokens": 1,
             }
-            given = [part for key, value in options.items() for part in (f"--{key}", str(value))]
             if not hour.on_gpu:
-                given += [
-                    "--model.d_model",
-                    "16",
-                    "--model.num_layers",
-                    "1",
-                    "--data.batch_size",
-                    "2",
-                ]
+                options |= {"model.d_model": 16, "model.num_layers": 1, "data.batch_size": 2}
+            given = [f"--{key}={value}" for key, value in options.items()]
             start = time.perf_counter()
             done = run_program(["-m", "experiments.train", *given])
             if done.returncode:
@@ -464,17 +410,11 @@ def default_run(hour: Hour) -> list[str]:
             run = load_run(Path(folder) / name)
             losses = run.series("train/loss")
             speeds = run.series("train/tokens_per_second")
-            rows.append(
-                [
-                    accelerator,
-                    precision,
-                    " ".join(f"{value:.4f}" for value in losses.values),
-                    f"{run.series('validation/loss').values[-1]:.4f}",
-                    f"{speeds.values[-1]:,.0f}",
-                    f"{seconds:.0f} s",
-                ]
-            )
-    headers = ("device", "precision", "training losses", "validation", "tokens/s", "whole program")
+            training = " ".join(f"{value:.4f}" for value in losses.values)
+            validation = f"{run.series('validation/loss').values[-1]:.4f}"
+            row = [accelerator, precision, training, validation, f"{speeds.values[-1]:,.0f}"]
+            rows.append([*row, f"{seconds:.0f} s"])
+    headers = "device|precision|training losses|validation|tokens/s|whole program"
     return [f"`python -m experiments.train`, {steps} steps:", "", table(headers, rows)]
 
 
@@ -508,13 +448,9 @@ def main(argv: Sequence[str]) -> int:
     path = given.output / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
     if path.exists():
         raise ConfigError(f"--output: {path} exists; give another folder, or remove that page")
-    try:
+    with explaining(f"--output: '{given.output}' cannot be written", "choose another folder"):
         make_folder(given.output)
-    except OSError as error:
-        raise ConfigError(
-            f"--output: '{given.output}' cannot be written ({reason(error)}); choose another folder"
-        ) from error
-    check_output("--output", path, "#")
+        check_output(path, "#")
     page = [f"# The first hour on {name}", "", f"Written by `{COMMAND}`."]
     for section in given.only or SECTIONS:
         start = time.perf_counter()
@@ -528,7 +464,7 @@ def main(argv: Sequence[str]) -> int:
         page += ["", f"## {section.capitalize().replace('-', ' ')}", "", *lines]
         todo = [f"- {each}" for each in hour.todo] or ["Nothing was found."]
         text = "\n".join([*page, "", "## What to do next", "", *todo, ""])
-        write_output("--output", path, re.sub(r"\n{3,}", "\n\n", text))
+        write_atomically(path, re.sub(r"\n{3,}", "\n\n", text))
     print(f"wrote {path}")
     return 0
 
@@ -544,27 +480,12 @@ def _parser() -> Parser:
         "GPU, small layers try all parts that need none.",
         epilog=f"sections:\n{listed}",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("docs/performance"),
-        metavar="FOLDER",
-        help="folder of the page GPU.md (default: docs/performance)",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(SECTIONS),
-        metavar="SECTION",
-        help="sections to run, from the list below; default: all",
-    )
-    parser.add_argument(
-        "--patience",
-        type=whole(1),
-        default=10,
-        metavar="SECONDS",
-        help="seconds after which a table of times gets fewer rounds (default: 10)",
-    )
+    meaning = "folder of the page GPU.md (default: docs/performance)"
+    parser.add("--output FOLDER", meaning, default="docs/performance")
+    meaning = "sections to run, from the list below; default: all"
+    parser.add("--only SECTION", meaning, nargs="+", choices=list(SECTIONS))
+    meaning = "seconds after which a table of times gets fewer rounds (default: 10)"
+    parser.add("--patience SECONDS", meaning, type=whole(1), default=10)
     return parser
 
 

@@ -9,22 +9,51 @@ code is 1 if a check fails.
 
 from __future__ import annotations
 
-import json
+import inspect
+import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor, nn
 
 from moe_ffn.cli.exit import EXIT_FAILED
-from moe_ffn.cli.parser import Parser, check_output, versions, whole, write_output
-from moe_ffn.config import trust
-from moe_ffn.config.errors import command
+from moe_ffn.cli.parser import (
+    Parser,
+    json_file,
+    page_file,
+    versions,
+    whole,
+    write_json,
+    write_output,
+)
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.trust import accepting_code
-from moe_ffn.interop.audit.findings import AuditReport, Verdict
-from moe_ffn.report.html import OPENING, render
+from moe_ffn.interop.audit import audit
+from moe_ffn.interop.audit.findings import LOADING, AuditReport, Finding, Verdict, places
+from moe_ffn.interop.load_models import (
+    ADAPTER_CONFIG,
+    base_of_adapter,
+    encode_utf8,
+    is_adapter_folder,
+    is_transformers_folder,
+    load_adapter,
+    load_hf_tokenizer,
+    load_with_info,
+    max_length_of,
+)
+from moe_ffn.report.html import render
+from moe_ffn.report.inspect.text import text_of_run
+from moe_ffn.runs.reader import load_run
+from moe_ffn.runs.texts import read_text
+from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
 STYLES: dict[Verdict, str] = {"fail": "bold red", "warn": "yellow", "pass": "green", "skip": "dim"}
 """Verdict -> style in the terminal."""
@@ -32,38 +61,21 @@ STYLES: dict[Verdict, str] = {"fail": "bold red", "warn": "yellow", "pass": "gre
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("audit"), description=__doc__)
-    parser.add_argument(
-        "target", type=Path, metavar="TARGET", help="folder of a run, a model or an adapter"
+    parser.add("target TARGET", "folder of a run, a model or an adapter", type=Path)
+    parser.add(
+        "--text FILE",
+        "text to run the model on (default: the validation split of a run, else some Python source)",
     )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="text to run the model on (default: the validation split of a run, else some Python source)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=whole(4, 1 << 20),
-        default=1024,
-        metavar="N",
-        help="number of tokens of the text (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="model that an adapter belongs to"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings as JSON")
-    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+    meaning = "number of tokens of the text (default: %(default)s)"
+    parser.add("--tokens N", meaning, type=whole(4, 1 << 20), default=1024)
+    parser.add("--base FOLDER", "model that an adapter belongs to")
+    parser.add("--html FILE", "also write a page", type=page_file)
+    parser.add("--json FILE", "also write the findings as JSON", type=json_file)
+    parser.add_trust()
     args = parser.parse_args(argv)
-    check_output("--html", args.html, OPENING)
-    check_output("--json", args.json, "{")
-    # Imported here, so that a mistake in the options is reported before these libraries load.
-    from moe_ffn.cli.audit_target import load_target
-    from moe_ffn.interop.audit import audit
-
     with accepting_code(args.trust_code):
         target = load_target(
-            args.target, args.text, args.tokens, base=args.base, trust_code=args.trust_code
+            args.target, args.text, args.tokens, args.base, trust_code=args.trust_code
         )
         report = audit(
             target.model, target.ids_BS, objective=target.objective, num_steps=target.num_steps
@@ -74,11 +86,10 @@ def main(argv: Sequence[str]) -> int:
     )
     show(report, Console(highlight=False))
     if args.html is not None:
-        write_output("--html", args.html, page(report, args.target.resolve().name))
-        print(f"written: {args.html}")
+        html = render("audit.html", report=report, target=args.target.resolve().name)
+        write_output("--html", args.html, html)
     if args.json is not None:
-        write_output("--json", args.json, json.dumps(report.to_dict(), indent=2) + "\n")
-        print(f"written: {args.json}")
+        write_json(args.json, report.to_dict())
     return 0 if report.ok else EXIT_FAILED
 
 
@@ -99,6 +110,129 @@ def show(report: AuditReport, console: Console) -> None:
     console.print(table)
 
 
-def page(report: AuditReport, target: str) -> str:
-    """Return the HTML page of an audit."""
-    return render("audit.html", report=report, target=target)
+# -- loading
+
+MAX_LENGTH = 256
+"""Longest sequence of a batch."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to audit, with a batch of text."""
+
+    model: nn.Module
+    ids_BS: Tensor
+    text: str
+    """Name of the text, for the report."""
+    findings: tuple[Finding, ...] = ()
+    """Findings from loading."""
+    objective: ObjectiveConfig | None = None
+    """Balancing of a run."""
+    num_steps: int | None = None
+    """Steps of a run."""
+
+
+def load_target(
+    folder: Path,
+    text: Path | None,
+    num_tokens: int,
+    base: Path | None = None,
+    *,
+    trust_code: bool = False,
+) -> Target:
+    """Load a run, a model or an adapter, and a text of about `num_tokens` tokens.
+
+    Args:
+        text: file to read; None for the validation split of a run, or a text that comes with Python.
+        base: folder of the model that an adapter belongs to; None if its config names a folder.
+
+    Raises:
+        ConfigError: the folder or the text cannot be read, or they do not belong together.
+    """
+    if is_adapter_folder(folder):
+        return _adapter(folder, text, num_tokens, base, trust_code)
+    if base is not None:
+        raise ConfigError(
+            f"--base: '{folder}' is not an adapter of peft, which has {ADAPTER_CONFIG}; leave it out"
+        )
+    model: Any
+    num_steps = None
+    if is_transformers_folder(folder) and not is_model_folder(folder):
+        model, info = load_with_info(folder, accepts_encoder=True)
+        encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
+        batch = _batch(encode, text, num_tokens, max_length_of(model))
+        return Target(model, *batch, _loading(info))
+    if is_model_folder(folder):
+        model = load_pretrained(folder, trust_code=trust_code)
+        tokenizer, objective = load_tokenizer(folder), None
+    else:
+        run = load_run(folder, trust_code=trust_code)
+        model, tokenizer, objective = run.model, run.tokenizer, run.config.objective
+        num_steps = run.step
+        if text is None:
+            ids_BS = torch.from_numpy(text_of_run(run, num_tokens).windows).long()
+            return Target(model, ids_BS, "validation split", (), objective, num_steps)
+    batch = _batch(tokenizer.encode, text, num_tokens, model.max_seq_len)
+    return Target(model, *batch, (), objective, num_steps)
+
+
+def _loading(info: dict[str, Any]) -> tuple[Finding, ...]:
+    """Return findings on weights that transformers did not find, did not use, or could not fit."""
+    wrong: tuple[tuple[str, Verdict, str], ...] = (
+        ("missing_keys", "fail", "are not in the files, and are random"),
+        ("mismatched_keys", "fail", "have another shape in the files, and are random"),
+        ("unexpected_keys", "warn", "are in the files, but the model does not use them"),
+    )
+    findings = [
+        LOADING.finding(
+            verdict,
+            f"{len(info[key])} tensors {what}: {places(sorted(map(str, info[key])))}",
+            "convert or download the folder again",
+        )
+        for key, verdict, what in wrong
+        if info.get(key)
+    ]
+    passed = LOADING.passes("the files have every tensor of the model, and no other")
+    return (*findings,) or (passed,)
+
+
+def _adapter(
+    folder: Path, text: Path | None, num_tokens: int, base: Path | None, trust_code: bool
+) -> Target:
+    named = base_of_adapter(folder)
+    base = base or (None if named is None else Path(named))
+    if base is None or not base.is_dir():
+        raise ConfigError(
+            f"'{folder}' is an adapter for '{named}', which is not a folder here; give the folder of that "
+            "model with --base"
+        )
+    target = load_target(base, text, num_tokens, trust_code=trust_code)
+    adapted = load_adapter(folder, target.model, base, is_trainable=True)
+    findings = [
+        LOADING.fails(
+            f"{len(names)} tensors of the adapter {what}: {places(names)}",
+            "load it with the versions of peft and transformers that saved it, or train it again",
+        )
+        for names, what in (
+            (adapted.unused, "match nothing in the model and have no effect"),
+            (adapted.missing, "are not in its file, and are random"),
+        )
+        if names
+    ] or [LOADING.passes("every tensor of the adapter has its place")]
+    return replace(target, model=adapted.model, findings=(*target.findings, *findings))
+
+
+def _batch(
+    encode: Any, text: Path | None, num_tokens: int, max_length: int | None
+) -> tuple[Tensor, str]:
+    """Return the first `num_tokens` tokens of a text as sequences of equal length, and its name."""
+    if text is None:
+        content = inspect.getsource(statistics).encode()
+        name = "source of Python's statistics module"
+    else:
+        content, name = read_text(text), text.name
+    ids = torch.as_tensor(encode(content)[:num_tokens], dtype=torch.int64)
+    length = min(MAX_LENGTH, max_length or MAX_LENGTH, len(ids) // 2)  # two sequences or more
+    if length < 2:
+        raise ConfigError(f"--text: '{name}' has {len(ids)} tokens; give a text of four or more")
+    return ids[: len(ids) // length * length].view(-1, length), name

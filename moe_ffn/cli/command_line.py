@@ -88,23 +88,17 @@ def parse_flags(
         epilog=HOW_TO_SET,
         add_help=False,
     )
-    parser.add_argument(
-        "--config",
+    parser.add(
+        "--config FILE",
+        "YAML files, merged left to right over the defaults",
+        type=str,
         action="extend",
         nargs="+",
         default=[],
-        metavar="FILE",
-        help="YAML files, merged left to right over the defaults",
     )
     add_flags(parser)
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the resolved YAML and stop"
-    )
-    parser.add_argument(
-        "--print-schema",
-        action="store_true",
-        help="print the JSON schema of the YAML for editors, and stop",
-    )
+    parser.add("--print-config", "print the resolved YAML and stop")
+    parser.add("--print-schema", "print the JSON schema of the YAML for editors, and stop")
     parser.add_argument(
         "-h",
         "--help",

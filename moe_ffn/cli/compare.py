@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
-from moe_ffn.cli.parser import Parser, check_output, positive, write_output
+from moe_ffn.cli.parser import Parser, page_file, positive, write_output
 from moe_ffn.config.errors import ConfigError, command, printable
-from moe_ffn.report.html import OPENING
 from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered, gather
@@ -31,8 +29,21 @@ EXIT_LEFT_OUT = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv or ["--help"])
-    check_output("--html", args.html, OPENING)
+    parser = Parser(prog=command("compare"), description=__doc__)
+    meaning = "folder of a run, folder that holds runs or a results.jsonl, or a results.jsonl"
+    parser.add("paths FOLDER", meaning, nargs="+")
+    parser.add(
+        "--baseline ARM",
+        "arm to compare the other arms with (default: the study's baseline, or the first arm)",
+    )
+    parser.add(
+        "--margin NATS",
+        "call arms equal if tests show that they differ by less (default: the study's margin, or "
+        f"{EQUALITY_MARGIN:g} nats per token)",
+        type=positive(unit="nats"),
+    )
+    parser.add("--html FILE", "also write a page with plots, which opens from disk", type=page_file)
+    args = parser.parse_args(argv or ["--help"])
     gathered = gather(args.paths)
     comparison = compare(gathered, args.baseline, args.margin)
     print_comparison(Console(), comparison)
@@ -41,40 +52,9 @@ def main(argv: Sequence[str]) -> int:
         from moe_ffn.report.studies.comparison_page import comparison_html
 
         write_output("--html", args.html, comparison_html(gathered, comparison, args.html))
-        print(f"written: {args.html}")
     for why in gathered.left_out.values():
         log.warning("left out: %s", printable(why))
     return EXIT_LEFT_OUT if gathered.left_out else 0
-
-
-def _parser() -> Parser:
-    parser = Parser(prog=command("compare"), description=__doc__)
-    parser.add_argument(
-        "paths",
-        type=Path,
-        nargs="+",
-        metavar="FOLDER",
-        help="folder of a run, folder that holds runs or a results.jsonl, or a results.jsonl",
-    )
-    parser.add_argument(
-        "--baseline",
-        metavar="ARM",
-        help="arm to compare the other arms with (default: the study's baseline, or the first arm)",
-    )
-    parser.add_argument(
-        "--margin",
-        type=positive(unit="nats"),
-        metavar="NATS",
-        help=f"call arms equal if tests show that they differ by less (default: the study's margin, or "
-        f"{EQUALITY_MARGIN:g} nats per token)",
-    )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="also write a page with plots, which opens from disk",
-    )
-    return parser
 
 
 def compare(

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser
-from moe_ffn.config import trust
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.model.decoder import Decoder
@@ -34,20 +33,15 @@ from moe_ffn.weights.to_transformers import Export, export_transformers, require
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("convert"), description=__doc__)
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="SOURCE",
-        help="folder of a run, model folder of moe_ffn, or model folder of transformers",
-    )
-    parser.add_argument("target", type=Path, metavar="TARGET", help="folder or .gguf file to write")
-    parser.add_argument(
+    meaning = "folder of a run, model folder of moe_ffn, or model folder of transformers"
+    parser.add("source SOURCE", meaning, type=Path)
+    parser.add("target TARGET", "folder or .gguf file to write", type=Path)
+    parser.add(
         "--packed",
-        action="store_true",
-        help="store experts of type fake_quantized as low-precision elements and scales, in the format of "
+        "store experts of type fake_quantized as low-precision elements and scales, in the format of "
         "compressed-tensors, instead of as rounded floating-point numbers",
     )
-    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+    parser.add_trust()
     args = parser.parse_args(argv)
     is_ours = is_run(args.source) or is_model_folder(args.source)
     if args.packed and (args.target.suffix == SUFFIX or not is_ours):

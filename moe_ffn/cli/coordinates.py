@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from moe_ffn.cli.command_line import parse_flags
-from moe_ffn.cli.parser import Parser, check_output, whole, write_output
+from moe_ffn.cli.parser import Parser, page_file, plain_table, whole, write_output
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.report.html import OPENING
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.coordinates import Coordinates, measure_coordinates
 
 
 def main(argv: Sequence[str]) -> int:
     flags, config = parse_flags(argv, TrainConfig, command("coordinates"), _add_flags)
-    check_output("--html", flags.html, OPENING)
     if not flags.option.startswith("model."):
         raise ConfigError(
             f"--option ({flags.option}): must be a size of the model; give one, such as model.num_layers"
@@ -57,41 +54,28 @@ def main(argv: Sequence[str]) -> int:
     console.print(_verdict(found), soft_wrap=True)
     if flags.html is not None:
         write_output("--html", flags.html, _page(found))
-        console.print(f"written: {flags.html}", soft_wrap=True)
     return 0
 
 
 def _add_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--option",
+    parser.add(
+        "--option OPTION",
+        "option that sets the size, such as model.num_layers or model.ffn.num_experts (%(default)s)",
         default="model.d_model",
-        metavar="OPTION",
-        help="option that sets the size, such as model.num_layers or model.ffn.num_experts (%(default)s)",
     )
-    parser.add_argument(
-        "--sizes",
+    parser.add(
+        "--sizes NUMBER",
+        "sizes to train, as values of --option (1, 2, 4 and 8 times d_model, the base's if given)",
         type=whole(1, MAX_COUNT),
         nargs="+",
-        metavar="NUMBER",
-        help="sizes to train, as values of --option (1, 2, 4 and 8 times d_model, the base's if given)",
     )
-    parser.add_argument(
-        "--steps", type=whole(1, 1000), default=4, metavar="N", help="training steps (%(default)s)"
-    )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="also draw activations and changes against the size, as a page",
-    )
+    parser.add("--steps N", "training steps (%(default)s)", type=whole(1, 1000), default=4)
+    meaning = "also draw activations and changes against the size, as a page"
+    parser.add("--html FILE", meaning, type=page_file)
 
 
 def _table(found: Coordinates) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for size in found.sizes:
-        table.add_column(f"{size:,g}", justify="right")
-    table.add_column("slope", justify="right")
+    table = plain_table(["", *(f"{size:,g}" for size in found.sizes), "slope"])
     for title, rows in (("before", found.activations), ("change", found.updates)):
         for row, values in rows.items():
             cells = (f"{value:.3g}" for value in values)

@@ -32,14 +32,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         epilog="Each call saves a new view in the project and prints its URL. Existing views never change.",
     )
-    add = parser.add_argument
-    add("--entity", required=True, metavar="E", help="user or team that owns the project")
-    add("--project", required=True, metavar="P", help="project that holds the runs")
-    add(
-        "--json",
-        action="store_true",
-        help="print the request and send nothing; needs neither a key nor a network",
-    )
+    parser.add("--entity E", "user or team that owns the project", required=True)
+    parser.add("--project P", "project that holds the runs", required=True)
+    parser.add("--json", "print the request and send nothing; needs neither a key nor a network")
     args = parser.parse_args(argv)
     for option in ("entity", "project"):
         name = getattr(args, option)

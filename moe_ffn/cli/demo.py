@@ -14,10 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moe_ffn.cli.parser import Parser, check_output, write_output
+from moe_ffn.cli.parser import Parser, page_file, write_output
 from moe_ffn.cli.trace import read_text, trace_folder
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.report.html import OPENING
 from moe_ffn.report.trace_view import page, table
 
 MODEL = Path(__file__).parent / "demo_model"
@@ -40,29 +39,25 @@ NEXT = f"""To go further:
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("demo"), description=__doc__)
-    parser.add_argument(
-        "--text",
-        default=TEXT,
-        help="text to trace (default: a few lines of Python); - reads standard input",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("demo.html"),
-        metavar="FILE",
-        help="page to write (default: demo.html); only a page of moe_ffn is overwritten",
+    meaning = "text to trace (default: a few lines of Python); - reads standard input"
+    parser.add("--text TEXT", meaning, default=TEXT)
+    parser.add(
+        "--output FILE",
+        "page to write (default: demo.html); only a page of moe_ffn is overwritten",
+        type=page_file,
+        default="demo.html",
     )
     args = parser.parse_args(argv)
-    check_output("--output", args.output, OPENING)
     text = read_text(args.text)
     if not text.strip():
         raise ConfigError("--text: has only white space; give some text: --text 'import os'")
-    trace = trace_folder(MODEL, text, None, trust_code=False)
+    trace = trace_folder(MODEL, text)
     # Without the predictions, all layers fit into a terminal of 80 columns.
     trace = replace(trace, tokens=tuple(replace(t, prediction=None) for t in trace.tokens))
-    write_output("--output", args.output, page(trace, INTRO))
     console = Console(highlight=False, markup=False)
     console.print(f"{INTRO}\n")
     console.print(table(trace, console.width))
-    print(f"\nThe same as a page: {args.output}\n\n{NEXT}")
+    print()
+    write_output("--output", args.output, page(trace, INTRO), "The same as a page")
+    print(f"\n{NEXT}")
     return 0

@@ -11,17 +11,14 @@ routing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from moe_ffn.cli.evaluate import device_of
-from moe_ffn.cli.parser import Parser, check_output, whole, write_output
+from moe_ffn.cli.parser import Parser, json_file, plain_table, whole, write_json
 from moe_ffn.cli.results import plain_values
-from moe_ffn.config import trust
 from moe_ffn.config.errors import command
 from moe_ffn.interop.diff import DTYPES, ModelDifference, diff, short
 from moe_ffn.model.decoder import short_name
@@ -35,29 +32,14 @@ MAX_TENSORS = 10
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv or ["--help"])
-    check_output("--json", args.json, "{")
-    device = device_of(args.device)
-    text = _read(args.text, None if args.recorded else BYTES_PER_TOKEN * args.tokens)
-    difference = diff(
-        args.a,
-        args.b,
-        text,
-        dtype_a=args.dtype_a,
-        dtype_b=args.dtype_b,
-        experts_a=args.experts_a,
-        experts_b=args.experts_b,
-        recorded=args.recorded,
-        num_tokens=args.tokens,
-        window=args.window,
-        device=device,
-        trust_code=args.trust_code,
-    )
+    options = vars(_parser().parse_args(argv or ["--help"]))
+    json_path, text_path = options.pop("json"), options.pop("text")
+    limit = None if options["recorded"] else BYTES_PER_TOKEN * options["num_tokens"]
+    difference = diff(text=_read(text_path, limit), **options)
     print_difference(Console(highlight=False), difference)
-    if args.json is not None:
-        values = plain_values(difference.to_dict())
-        write_output("--json", args.json, json.dumps(values, indent=2) + "\n")
-        print(f"\nwritten: {args.json}")
+    if json_path is not None:
+        print()
+        write_json(json_path, plain_values(difference.to_dict()))
     return 0
 
 
@@ -70,49 +52,33 @@ def _read(path: Path, limit: int | None) -> bytes:
 def _parser() -> Parser:
     parser = Parser(prog=command("diff"), description=__doc__)
     for name, meaning in (("a", "the reference"), ("b", "the model to compare with it")):
-        parser.add_argument(name, type=Path, metavar=name.upper(), help=f"folder of {meaning}")
-    parser.add_argument(
-        "--text", type=Path, required=True, metavar="FILE", help="text that both models read"
-    )
-    for side in ("a", "b"):
-        parser.add_argument(
-            f"--dtype-{side}",
-            metavar="DTYPE",
-            help=f"compute {side.upper()} in {', '.join(DTYPES)} (default: the dtype of its files)",
-        )
-    for side in ("a", "b"):
-        parser.add_argument(
-            f"--experts-{side}",
-            metavar="NAME",
-            help=f"implementation of the experts of {side.upper()}: eager, batched_mm, grouped_mm or moe_ffn "
+        parser.add(f"{name} {name.upper()}", f"folder of {meaning}", type=Path)
+    parser.add("--text FILE", "text that both models read", required=True)
+    for side in "ab":
+        meaning = f"compute {side.upper()} in {', '.join(DTYPES)} (default: the dtype of its files)"
+        parser.add(f"--dtype-{side} DTYPE", meaning)
+    for side in "ab":
+        parser.add(
+            f"--experts-{side} NAME",
+            f"implementation of the experts of {side.upper()}: eager, batched_mm, grouped_mm or moe_ffn "
             "for transformers; loop, cpu, grouped_mm or triton for models of moe_ffn",
         )
-    parser.add_argument(
-        "--recorded",
-        type=Path,
-        metavar="FILE",
-        help="experts that vLLM or SGLang recorded for this text (.npz), instead of the experts of A",
+    parser.add(
+        "--recorded FILE",
+        "experts that vLLM or SGLang recorded for this text (.npz), instead of the experts of A",
     )
-    parser.add_argument(
-        "--tokens",
+    parser.add(
+        "--tokens N",
+        "maximum number of tokens to read, from the beginning (default: %(default)s)",
+        dest="num_tokens",
         type=whole(1, 10**9),
         default=4096,
-        metavar="N",
-        help="maximum number of tokens to read, from the beginning (default: %(default)s)",
     )
-    parser.add_argument(
-        "--window",
-        type=whole(1),
-        metavar="N",
-        help="tokens of a sequence (default: as many as the models accept, at most 512)",
-    )
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the results to a JSON file"
-    )
-    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+    meaning = "tokens of a sequence (default: as many as the models accept, at most 512)"
+    parser.add("--window N", meaning, type=whole(1))
+    parser.add_device()
+    parser.add("--json FILE", "also write the results to a JSON file", type=json_file)
+    parser.add_trust()
     return parser
 
 
@@ -142,7 +108,7 @@ def print_difference(console: Console, difference: ModelDifference) -> None:
 
 
 def _layers(difference: ModelDifference) -> Table:
-    table = _table("layer", "tokens that change experts")
+    table = plain_table(["layer", "tokens that change experts"], num_texts=0)
     for name, share in difference.flips.items():
         table.add_row(short_name(name), f"{share:.2%}")
     return table
@@ -154,7 +120,7 @@ def _positions(difference: ModelDifference) -> Table:
         columns[3] = "KL with the record"
     if difference.kl_replayed is None:
         del columns[3]
-    table = _table(*columns)
+    table = plain_table(columns, num_texts=0)
     for part in difference.positions:
         numbers = [part.kl, part.kl_replayed, part.largest_logit]
         cells = [short(number) for number in numbers if number is not None]
@@ -163,16 +129,8 @@ def _positions(difference: ModelDifference) -> Table:
 
 
 def _tensors(difference: ModelDifference) -> Table:
-    table = _table("tensor", "largest", "relative", "rows")
-    table.columns[0].justify, table.columns[0].overflow = "left", "fold"
+    table = plain_table(["tensor", "largest", "relative", "rows"])
     for tensor in difference.tensors[:MAX_TENSORS]:
         rows = f"{tensor.rows:,} of {tensor.num_rows:,}"
         table.add_row(tensor.name, short(tensor.largest), tensor.share, rows)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right")
     return table

@@ -19,7 +19,6 @@ model. Other runs on the same text learn from the file: --objective.distill.teac
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,14 +33,16 @@ from torch import Tensor
 from moe_ffn.cli.command_line import parse_overrides
 from moe_ffn.cli.parser import (
     Parser,
-    check_output,
+    json_file,
+    page_file,
+    plain_table,
     whole,
     whole_number,
     whole_numbers,
+    write_json,
     write_output,
 )
 from moe_ffn.cli.results import plain_values
-from moe_ffn.config import trust
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.option_tree import merge
@@ -52,8 +53,8 @@ from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import Decoder, short_name
-from moe_ffn.report.html import OPENING, number
-from moe_ffn.runs.folder import TOKENIZER_FILE, check_has_weights
+from moe_ffn.report.html import number
+from moe_ffn.runs.folder import TOKENIZER_FILE
 from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.runs.texts import prepare_data, tokens_of_path
 from moe_ffn.training.distillation import (
@@ -74,6 +75,9 @@ from moe_ffn.weights.pretrained import (
 
 _DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
 """Options that `--data config.yaml` sets; tokenizer and window length come from the model."""
+
+
+_EXAMPLES = {"--k": "--k, such as --k 1..8", "--store-answers": "--store-answers FILE"}
 
 
 class _Options(Config, frozen=True):
@@ -111,140 +115,103 @@ class Model:
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("evaluate"), description=__doc__)
-    parser.add_argument(
-        "folders",
-        type=Path,
-        nargs="+",
-        metavar="FOLDER",
-        help="folder of a run with a best checkpoint, or model folder; several with --k",
-    )
-    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="text, folder of texts or file of tokens (.bin, .npy), read whole; or a config (.yaml); "
+    meaning = "folder of a run with a best checkpoint, or model folder; several with --k"
+    parser.add("folders FOLDER", meaning, nargs="+")
+    parser.add_trust()
+    parser.add(
+        "--data FILE",
+        "text, folder of texts or file of tokens (.bin, .npy), read whole; or a config (.yaml); "
         "--data.seq_len, --data.batch_size and so on work as in training",
     )
-    parser.add_argument(
-        "--stride",
-        type=whole(1),
-        metavar="N",
-        help="tokens between the starts of two windows, 1 to data.seq_len (default: data.seq_len); a smaller "
+    parser.add(
+        "--stride N",
+        "tokens between the starts of two windows, 1 to data.seq_len (default: data.seq_len); a smaller "
         "stride gives each token more context and takes longer",
+        type=whole(1),
     )
-    parser.add_argument(
-        "--tasks",
-        metavar="NAMES",
-        help="tasks of lm-eval, separated by commas: names or folders of task files",
-    )
-    parser.add_argument(
-        "--k",
-        type=whole_numbers,
-        metavar="NUMBERS",
-        help="experts per token to evaluate with, such as 1..8 or 1,2,4, in all layers whose router has a "
+    meaning = "tasks of lm-eval, separated by commas: names or folders of task files"
+    parser.add("--tasks NAMES", meaning)
+    parser.add(
+        "--k NUMBERS",
+        "experts per token to evaluate with, such as 1..8 or 1,2,4, in all layers whose router has a "
         "whole k",
+        type=whole_numbers,
     )
-    parser.add_argument(
-        "--k-at",
+    parser.add(
+        "--k-at LAYERS=K",
+        "with --k: another k for some layers, by Python slice: 0=4 or 1::2=1; may be repeated",
         action="append",
         default=[],
-        metavar="LAYERS=K",
-        help="with --k: another k for some layers, by Python slice: 0=4 or 1::2=1; may be repeated",
     )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="with --k: also draw loss over FLOPs per token"
-    )
-    parser.add_argument(
-        "--store-answers",
-        type=Path,
-        metavar="FILE",
-        help="store the likeliest next tokens at each position of the training split in a .safetensors file, "
+    parser.add("--html FILE", "with --k: also draw loss over FLOPs per token", type=page_file)
+    parser.add(
+        "--store-answers FILE",
+        "store the likeliest next tokens at each position of the training split in a .safetensors file, "
         "for objective.distill.teacher; windows overlap by half",
     )
-    parser.add_argument(
-        "--top",
-        type=whole(1),
-        metavar="N",
-        help="with --store-answers: number of tokens to store at each position (16)",
-    )
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the results to a JSON file"
-    )
+    meaning = "with --store-answers: number of tokens to store at each position (16)"
+    parser.add("--top N", meaning, type=whole(1))
+    parser.add_device()
+    parser.add("--json FILE", "also write the results to a JSON file", type=json_file)
     flags, dotted_options = _split(argv)
     args = parser.parse_args(flags)
     overrides = parse_overrides(dotted_options).get("data", {})
-    device = device_of(args.device)
     if args.tasks is not None and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "--tasks: lm-eval is not installed: pip install lm-eval 'pytablewriter>=1.2'"
         )
-    check_output("--json", args.json, "{")
-    check_output("--html", args.html, OPENING)
     _check_together(args)
     console = Console(highlight=False)
     if args.store_answers is not None:
-        model, config = _read(args, args.folders[0], overrides, device)
+        model, config = _read(args, args.folders[0], overrides)
         results = _store_answers(args.store_answers, args.top or 16, model, config)
         console.print(f"written: {args.store_answers}, {results['positions']:,} positions")
     elif args.k is None:
-        model, config = _read(args, args.folders[0], overrides, device)
+        model, config = _read(args, args.folders[0], overrides)
         results = _evaluate_once(args, model, config, "corpus" in overrides, console)
     else:
-        models = [_read(args, folder, overrides, device) for folder in args.folders]
+        models = [_read(args, folder, overrides) for folder in args.folders]
         results = _evaluate_each_k(args, models, console)
     if args.json is not None:
-        write_output("--json", args.json, json.dumps(plain_values(results), indent=2) + "\n")
-        print(f"written: {args.json}")
+        write_json(args.json, plain_values(results))
     return 0
 
 
 def _check_together(args: Any) -> None:
     """Raise ConfigError for options that exclude or need each other."""
-    if args.store_answers is not None:
-        others = {"--k": args.k, "--tasks": args.tasks, "--stride": args.stride}
-        if args.data is not None and not is_config(args.data):
-            others["--data"] = args.data
-        for option, value in others.items():
-            if value is not None:
-                raise ConfigError(
-                    f"{option}: cannot be used with --store-answers, which reads a training split; leave one "
-                    "of them out"
-                )
-    elif args.top is not None:
-        raise ConfigError(
-            "--top: needs --store-answers; add --store-answers FILE, or leave --top out"
-        )
-    if args.k is not None:
-        if args.tasks is not None:
-            raise ConfigError("--tasks: cannot be used with --k; leave one of them out")
-        return
-    if len(args.folders) > 1:
+
+    def given(option: str) -> bool:
+        return getattr(args, option[2:].replace("-", "_")) not in (None, [])
+
+    for option, other in {"--k-at": "--k", "--html": "--k", "--top": "--store-answers"}.items():
+        if given(option) and not given(other):
+            raise ConfigError(
+                f"{option}: needs {other}; add {_EXAMPLES[other]}, or leave {option} out"
+            )
+    is_text = args.data is not None and not is_config(args.data)
+    for option in ("--k", "--tasks", "--stride", *(["--data"] if is_text else [])):
+        if args.store_answers is not None and given(option):
+            raise ConfigError(
+                f"{option}: cannot be used with --store-answers, which reads a training split; leave one of "
+                "them out"
+            )
+    if args.k is not None and args.tasks is not None:
+        raise ConfigError("--tasks: cannot be used with --k; leave one of them out")
+    if args.k is None and len(args.folders) > 1:
         raise ConfigError(
             f"'{args.folders[1]}' is a second folder, which needs --k; evaluate one at a time, or give --k"
         )
-    for option, value in {"--k-at": args.k_at, "--html": args.html}.items():
-        if value:
-            raise ConfigError(
-                f"{option}: needs --k; add --k, such as --k 1..8, or leave {option} out"
-            )
 
 
-def _read(
-    args: Any, folder: Path, overrides: Mapping[str, Any], device: torch.device
-) -> tuple[Model, DataConfig]:
+def _read(args: Any, folder: Path, overrides: Mapping[str, Any]) -> tuple[Model, DataConfig]:
     if is_model_folder(folder):
         if args.data is None and "corpus" not in overrides and args.tasks is None:
             raise ConfigError(
                 f"'{folder}' is a model folder, which does not name a text; give one with --data"
             )
-        model = read_model_folder(folder, device, trust_code=args.trust_code)
+        model = read_model_folder(folder, args.device, trust_code=args.trust_code)
     else:
-        check_has_weights(folder)
-        model = model_of_run(load_run(folder, trust_code=args.trust_code), device)
+        model = model_of_run(load_run(folder, trust_code=args.trust_code), args.device)
     return model, data_config(model, args.data, overrides)
 
 
@@ -327,19 +294,6 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if "=" not in argument and remaining and not remaining[0].startswith("--"):
             dotted_options.append(remaining.pop(0))
     return flags, dotted_options
-
-
-def device_of(name: str | None) -> torch.device:
-    """Return the named device; None: a GPU if there is one, otherwise the CPU."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        empty = torch.empty(0, device=name)
-        empty.tolist()  # fails on the meta device, which has no values
-        return empty.device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(
-            f"--device: '{name}' is not available; give cpu, or cuda on a machine with a GPU"
-        ) from error
 
 
 # -- the model
@@ -472,9 +426,7 @@ def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
     }
     if not any(used.key in values for values in routing.values()):
         columns.popitem()
-    table = Table(box=None, pad_edge=False)
-    for name in ("layer", *columns):
-        table.add_column(name, justify="right")
+    table = plain_table(["layer", *columns], num_texts=0)
     for layer, values in routing.items():
         cells = [""] * len(columns)
         for index, format_cell in enumerate(columns.values()):
@@ -505,9 +457,7 @@ def _evaluate_each_k(
         console.print(
             f"{model.folder}: {description}; {model.setting}", markup=False, soft_wrap=True
         )
-        table = Table("k", "loss", "perplexity", "FLOPs per token", box=None, pad_edge=False)
-        for column in table.columns:
-            column.justify = "right"
+        table = plain_table(["k", "loss", "perplexity", "FLOPs per token"], num_texts=0)
         points: list[dict[str, Any]] = []
         for k in args.k:
             decoder = model.decoder
@@ -522,7 +472,6 @@ def _evaluate_each_k(
         results["models"][str(model.folder)] = {"data": description, "k": points}
     if args.html is not None:
         write_output("--html", args.html, _page_of_curves(results["models"]))
-        print(f"written: {args.html}")
     return results | {"k_at": k_at}
 
 
@@ -557,9 +506,7 @@ def _page_of_curves(models: Mapping[str, Mapping[str, Any]]) -> str:
 
 def task_table(tasks: Mapping[str, Mapping[str, float]]) -> Table:
     """Return a table with a row per metric of each task, with lm-eval's standard error."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("task", "metric", "value", "standard error"):
-        table.add_column(name, justify="left" if name in ("task", "metric") else "right")
+    table = plain_table(["task", "metric", "value", "standard error"], num_texts=2)
     for task, values in tasks.items():
         for key, value in values.items():
             if "_stderr" not in key:

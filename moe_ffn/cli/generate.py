@@ -41,25 +41,17 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("generate"), description=__doc__)
     parser.add_run()
-    parser.add_argument(
-        "--seed", type=whole(most=2**63 - 1), default=0, help="seed for sampling (default: 0)"
-    )
-    parser.add_argument("--prompt", help="text to continue (default: prompt of the run's samples)")
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="stop before this text; may be given several times",
-    )
-    parser.add_argument(
-        "--trace", action="store_true", help="print the experts of every token at the end"
-    )
+    meaning = "seed for sampling (default: 0)"
+    parser.add("--seed SEED", meaning, type=whole(most=2**63 - 1), default=0)
+    parser.add("--prompt PROMPT", "text to continue (default: prompt of the run's samples)")
+    meaning = "stop before this text; may be given several times"
+    parser.add("--stop TEXT", meaning, action="append", default=[])
+    parser.add("--trace", "print the experts of every token at the end")
     helps = help_texts(SampleConfig)
     numeric = [name for name in SampleConfig.model_fields if name not in ("prompt", "stop")]
     for name in numeric:
         default = show_value(SampleConfig.model_fields[name].default)
-        parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=helps[name])
+        parser.add(f"--{name.replace('_', '-')} {name.upper()}", helps[name], default=default)
     args = parser.parse_args(argv)
     folder, prompt = args.run, args.prompt
     # A prompt such as `12` or `null` is text; the other values are numbers or null.

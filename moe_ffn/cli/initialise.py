@@ -16,7 +16,6 @@ from torch import Generator, Tensor
 
 from moe_ffn.cli.command_line import parse_flags
 from moe_ffn.cli.parser import Parser
-from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.batches import TrainBatches
@@ -118,16 +117,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--source",
+    parser.add(
+        "--source FOLDER",
+        "trained model: a model folder, or a run (its best weights); several for mix",
+        type=str,
         nargs="+",
         action="extend",
         default=[],
-        metavar="FOLDER",
-        help="trained model: a model folder, or a run (its best weights); several for mix",
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="model folder to write")
-    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+    parser.add("--output FOLDER", "model folder to write")
+    parser.add_trust()
 
 
 @torch.no_grad()

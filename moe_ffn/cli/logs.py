@@ -24,18 +24,12 @@ class _Formatter(logging.Formatter):
 class _Handler(logging.StreamHandler[Any]):
     """Handler that writes to the current `sys.stderr`, even if that is replaced later."""
 
+    stream = property(lambda self: sys.stderr, lambda self, value: None)
+
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(_Formatter())
         self.addFilter(lambda record: record.levelno >= logging.ERROR or is_first_rank())
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        """Ignore the stream that the base class sets."""
 
 
 def set_up_logging() -> None:
@@ -50,11 +44,7 @@ class SetLevel(argparse.Action):
     """Set the log level: DEBUG for `-v`, ERROR for `-q`; the default is INFO."""
 
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
         is_verbose = option_string in ("-v", "--verbose")
         LOGGER.setLevel(logging.DEBUG if is_verbose else logging.ERROR)

@@ -1,33 +1,36 @@
-"""Shared parts of all command lines: the parser, numbers, output files, wrapped text."""
+"""Shared parts of all command lines: the parser, numbers, output files, tables, wrapped text."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import platform
 import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.table import Table
+
 from moe_ffn.cli.logs import SetLevel
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all
-from moe_ffn.files import reason, write_atomically
+from moe_ffn.config.errors import ConfigError, did_you_mean, explaining, nearest_or_all
+from moe_ffn.files import write_atomically
+from moe_ffn.report.html import OPENING
 
 
 def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None:
     """Parse the digits 0 to 9 as a number; None if `text` is not a whole number within the limits."""
-    # `int` accepts other digits too, and is slow for very long numbers.
-    if not (text.isascii() and text.isdigit() and len(text) <= 20):
-        return None
-    number = int(text)
+    number = int(text) if re.fullmatch(r"[0-9]{1,20}", text) else -1
     return number if least <= number <= most else None
 
 
@@ -113,15 +116,36 @@ class Parser(argparse.ArgumentParser):
                 help=f"log {shown}",
             )
 
+    def add(self, option: str, meaning: str, **options: Any) -> None:
+        """Add `--tokens N`, a switch `--trace`, or an argument `target TARGET`, with its line in the help.
+
+        A value that is called FILE or FOLDER is a path.
+
+        Args:
+            options: further options of `argparse.ArgumentParser.add_argument`.
+        """
+        name, _, metavar = option.partition(" ")
+        if not metavar:
+            options = {"action": "store_true", **options}
+        elif metavar in ("FILE", "FOLDER"):
+            options = {"metavar": metavar, "type": Path, **options}
+        else:
+            options = {"metavar": metavar, **options}
+        self.add_argument(name, help=meaning, **options)
+
     def add_run(self) -> None:
         """Add the arguments `run`, the folder of a run, and `trust_code`."""
-        self.add_argument(
-            "run",
-            type=Path,
-            metavar="RUN",
-            help="folder of a run, finished or interrupted, with a best checkpoint",
-        )
-        self.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+        meaning = "folder of a run, finished or interrupted, with a best checkpoint"
+        self.add("run RUN", meaning, type=Path)
+        self.add_trust()
+
+    def add_trust(self) -> None:
+        self.add(trust.FLAG, trust.HELP)
+
+    def add_device(self) -> None:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        meaning = "cpu, cuda or cuda:1 (default: a GPU if there is one)"
+        self.add("--device DEVICE", meaning, type=_available_device, default=default)
 
     def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Iterable[str] | None = None, namespace: Any = None
@@ -173,8 +197,19 @@ def _version(name: str) -> str:
         return "(not installed)"
 
 
-def check_output(option: str, path: Path | None, opening: str) -> None:
-    """Check that `write_output` can write this file, without writing it; None passes.
+def _available_device(name: str) -> torch.device:
+    try:
+        empty = torch.empty(0, device=name)
+        empty.tolist()  # fails on the meta device, which has no values
+        return empty.device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(
+            f"'{name}' is not available; give cpu, or cuda on a machine with a GPU"
+        ) from error
+
+
+def check_output(path: Path, opening: str) -> None:
+    """Check that `write_output` can write this file, without writing it.
 
     Args:
         opening: first characters of the output. An existing file with another beginning is not overwritten.
@@ -182,40 +217,55 @@ def check_output(option: str, path: Path | None, opening: str) -> None:
     Raises:
         ConfigError: the file cannot be written, or another file would be lost.
     """
-    if path is None:
-        return
-    try:
+    with explaining(f"'{path}' cannot be written", "choose another file"):
         if path.is_dir():
             raise IsADirectoryError(21, "Is a directory")
         if path.exists() and not path.is_file():  # such as /dev/null, which would be replaced
-            raise ConfigError(f"{option}: '{path}' is not a regular file; choose another file")
+            raise ConfigError(f"'{path}' is not a regular file; choose another file")
         if path.exists():
             with path.open("rb") as file:
                 if file.read(len(opening)) not in (b"", opening.encode()):
                     raise ConfigError(
-                        f"{option}: '{path}' exists and was not made by this program; choose another "
-                        "file, or remove it"
+                        f"'{path}' exists and was not made by this program; choose another file, or "
+                        "remove it"
                     )
         # Permission bits prove nothing: root may write anywhere except in a read-only file system.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
-    except OSError as error:
-        raise _cannot_write(option, path, error) from error
 
 
-def write_output(option: str, path: Path, text: str) -> None:
-    """Write a file atomically; raise a ConfigError that names the option if that fails."""
+def _output_file(opening: str, text: str) -> Path:
     try:
+        check_output(Path(text), opening)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+page_file = partial(_output_file, OPENING)
+json_file = partial(_output_file, "{")
+"""Argparse types of a file to write; an existing file of another kind is a mistake."""
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write the plain values of `--json`; see `write_output`."""
+    write_output("--json", path, json.dumps(values, indent=2) + "\n")
+
+
+def write_output(option: str, path: Path, text: str, label: str = "written") -> None:
+    """Write a file atomically and print its path; a ConfigError names the option if that fails."""
+    with explaining(f"{option}: '{path}' cannot be written", "choose another file"):
         # A file name in the text may not be UTF-8.
         write_atomically(path, text.encode(errors="backslashreplace"))
-    except OSError as error:
-        raise _cannot_write(option, path, error) from error
+    print(f"{label}: {path}")
 
 
-def _cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{option}: '{path}' cannot be written ({reason(error)}); choose another file"
-    )
+def plain_table(headers: Sequence[str], *, num_texts: int = 1, **options: Any) -> Table:
+    """Return an empty table without lines; columns after the first `num_texts` are aligned to the right."""
+    table = Table(box=None, pad_edge=False, **options)
+    for place, name in enumerate(headers):
+        table.add_column(name, justify="left" if place < num_texts else "right", overflow="fold")
+    return table
 
 
 _MIN_WIDTH = 30

@@ -8,16 +8,15 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from moe_ffn.cli.command_line import parse_flags
 from moe_ffn.cli.exit import EXIT_FAILED
-from moe_ffn.cli.parser import Parser, check_output, positive, whole, write_output
+from moe_ffn.cli.parser import Parser, page_file, positive, whole, write_output
 from moe_ffn.config.errors import ConfigError, command, nearest_or_all
-from moe_ffn.report.html import OPENING, compact
+from moe_ffn.report.html import compact
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, LayoutPlan, plan_layouts
@@ -32,14 +31,11 @@ def main(argv: Sequence[str]) -> int:
     flags, config = parse_flags(argv, TrainConfig, command("plan"), _add_flags)
     check_counts(config)
     device = device_of(flags)
-    check_output("--plot", flags.plot, OPENING)
     teacher = None
     distill = config.objective.distill
     if distill is not None and not distill.is_stored:
         teacher = model_of_source(distill.teacher, "objective.distill.teacher")
     plans = plan_layouts(config, flags.gpus, device, flags.efficiency, teacher)
-    if flags.plot is not None:
-        write_output("--plot", flags.plot, _page(plans))
     say = Console().print
     params, active = (
         compact(count(*config.data.text_sizes))
@@ -58,36 +54,25 @@ def main(argv: Sequence[str]) -> int:
         say(f"{num_hidden} more layouts do not fit")
     say(verdict(plans), highlight=False, soft_wrap=True)
     if flags.plot is not None:
-        say(f"written: {flags.plot}", highlight=False, soft_wrap=True)
+        write_output("--plot", flags.plot, _page(plans))
     return 0 if plans[0].fits else EXIT_FAILED
 
 
 def _add_flags(parser: Parser) -> None:
-    add = parser.add_argument
-    add(
-        "--gpus",
-        type=whole(1, MAX_RANKS),
-        default=8,
-        metavar="N",
-        help="number of GPUs, each with one process (%(default)s)",
-    )
-    add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
+    meaning = "number of GPUs, each with one process (%(default)s)"
+    parser.add("--gpus N", meaning, type=whole(1, MAX_RANKS), default=8)
+    parser.add("--gpu NAME", f"{', '.join(DEVICES)} (%(default)s)", default="h100")
     for name, (field, _, meaning) in _OVERRIDES.items():
-        add(f"--{name}", dest=field, type=positive(1e9), metavar="NUMBER", help=meaning)
-    add("--per-machine", type=whole(1), metavar="NUMBER", help="GPUs per machine")
-    add(
-        "--efficiency",
+        parser.add(f"--{name} NUMBER", meaning, dest=field, type=positive(1e9))
+    parser.add("--per-machine NUMBER", "GPUs per machine", type=whole(1))
+    parser.add(
+        "--efficiency FRACTION",
+        "fraction of the published FLOPs and bandwidths that is reached in practice (%(default)s)",
         type=positive(1.0),
         default=EFFICIENCY,
-        metavar="FRACTION",
-        help="fraction of the published FLOPs and bandwidths that is reached in practice (%(default)s)",
     )
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="also write a page with a bar chart of the memory of each layout",
-    )
+    meaning = "also write a page with a bar chart of the memory of each layout"
+    parser.add("--plot FILE", meaning, type=page_file)
 
 
 _OVERRIDES = {

@@ -5,10 +5,8 @@ moe-ffn pruning --source runs/sparse --num_experts '[6, 4, 2]'
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -18,8 +16,7 @@ from rich.table import Table
 
 from moe_ffn.cli.command_line import parse_flags
 from moe_ffn.cli.initialise import CalibrationConfig
-from moe_ffn.cli.parser import Parser, check_output, write_output
-from moe_ffn.config import trust
+from moe_ffn.cli.parser import Parser, json_file, write_json
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.prepare import validation_batches
@@ -50,7 +47,6 @@ def main(argv: Sequence[str]) -> int:
     flags, config = parse_flags(argv, PruningConfig, command("pruning"), _add_flags)
     if flags.source is None:
         raise ConfigError("--source FOLDER is required: a model or a run with experts")
-    check_output("--json", flags.json, "{")
     source = read_source(flags.source, "--source", trust_code=flags.trust_code)
     if not source.decoder.config.causal:
         raise ConfigError(
@@ -79,16 +75,14 @@ def main(argv: Sequence[str]) -> int:
     Console(highlight=False).print(_table(source_loss, all_experts, losses))
     if flags.json is not None:
         results = {"num_experts": all_experts, "loss": source_loss, "losses": losses}
-        write_output("--json", flags.json, json.dumps(results) + "\n")
+        write_json(flags.json, results)
     return 0
 
 
 def _add_flags(parser: Parser) -> None:
-    parser.add_argument("--source", metavar="FOLDER", help="model folder or folder of a run")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the losses to a JSON file"
-    )
-    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+    parser.add("--source FOLDER", "model folder or folder of a run", type=str)
+    parser.add("--json FILE", "also write the losses to a JSON file", type=json_file)
+    parser.add_trust()
 
 
 def _method(name: Method, num_experts: int) -> InitialiserConfig:

@@ -12,37 +12,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ffn.cli.parser import Parser, check_output
+from moe_ffn.cli.parser import Parser, page_file
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.report.html import OPENING
 from moe_ffn.report.page import watch, write_report
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("report"), description=__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="page to write (default: report.html in the run, or for several runs next to the first one)",
+    parser.add("runs RUN", "folder of a run", type=Path, nargs="+")
+    parser.add(
+        "--output FILE",
+        "page to write (default: report.html in the run, or for several runs next to the first one)",
+        type=page_file,
     )
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help="rewrite the page whenever a file of a run changes, until all runs have ended",
-    )
-    parser.add_argument(
-        "--every",
-        type=float,
-        default=10,
-        metavar="SECONDS",
-        help="seconds between two checks of --watch (default: 10)",
-    )
+    meaning = "rewrite the page every few seconds, until all runs have ended"
+    parser.add("--watch", meaning)
+    meaning = "seconds between two pages of --watch (default: 10)"
+    parser.add("--every SECONDS", meaning, type=float, default=10)
     args = parser.parse_args(argv)
     if not 0.1 <= args.every <= 86_400:
         raise ConfigError(f"--every: must be from 0.1 to 86400 seconds, got {args.every}")
-    check_output("--output", args.output, OPENING)
     output = args.output or default_output(args.runs)
     if args.watch:
         watch(args.runs, output, args.every, lambda text: print(text, flush=True))

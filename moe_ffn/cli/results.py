@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from moe_ffn.cli.parser import plain_table
 from moe_ffn.config.errors import printable
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.data.batches import TrainBatches
@@ -185,11 +186,8 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     """Return a table of the model: layers, FFN types, parameters, FLOPs and tokens per step."""
     model, seq_len = config.model, config.data.seq_len
     d_model, attention = model.d_model, model.attention
-    table = Table(title="Model", title_justify="left", box=None, pad_edge=False)
-    table.add_column("part")
-    table.add_column("type")
-    for name in ("parameters", "active", "FLOPs/token"):
-        table.add_column(name, justify="right")
+    headers = ["part", "type", "parameters", "active", "FLOPs/token"]
+    table = plain_table(headers, num_texts=2, title="Model", title_justify="left")
 
     def add(part: str, kind: str, params: int, active: int, flops: int, count: int = 1) -> None:
         table.add_row(part, kind, *(compact(count * size) for size in (params, active, flops)))

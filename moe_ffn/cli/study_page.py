@@ -20,12 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser
-from moe_ffn.config.errors import ConfigError, command, printable, show
+from moe_ffn.config.errors import ConfigError, command, explaining, printable, show
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.files import write_atomically
 from moe_ffn.report.studies.leaderboard import leaderboard
 from moe_ffn.report.studies.study_page import study_page
-from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import differing
 from moe_ffn.studies.gather import Gathered, gather, write_study
@@ -35,26 +34,13 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("study_page"), description=__doc__)
-    parser.add_argument("studies", type=Path, nargs="*", metavar="STUDY", help="file of a study")
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        metavar="FOLDER",
-        help="first add the results of the finished runs in this folder to the table",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("docs/studies"),
-        metavar="FOLDER",
-        help="folder of the pages (default: docs/studies)",
-    )
-    parser.add_argument(
-        "--leaderboard",
-        type=Path,
-        metavar="FILE",
-        help="also write a page that ranks the arms of all studies in the folder of the pages",
-    )
+    parser.add("studies STUDY", "file of a study", type=Path, nargs="*")
+    meaning = "first add the results of the finished runs in this folder to the table"
+    parser.add("--runs FOLDER", meaning)
+    meaning = "folder of the pages (default: docs/studies)"
+    parser.add("--output FOLDER", meaning, default="docs/studies")
+    meaning = "also write a page that ranks the arms of all studies in the folder of the pages"
+    parser.add("--leaderboard FILE", meaning)
     args = parser.parse_args(argv)
     if not args.studies and args.leaderboard is None:
         raise ConfigError("give the file of a study, or --leaderboard FILE")

@@ -35,9 +35,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_ffn.cli.command_line import overrides_of
-from moe_ffn.cli.parser import Parser, whole
-from moe_ffn.config.errors import ConfigError, command, did_you_mean, printable, show
-from moe_ffn.config.trust import FLAG, HELP, accepting_code
+from moe_ffn.cli.parser import Parser, plain_table, whole
+from moe_ffn.config.errors import ConfigError, command, did_you_mean, explaining, printable, show
+from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import write_atomically
 from moe_ffn.runs import folder as run_folder
@@ -81,37 +81,24 @@ def _parser() -> Parser:
         f"       {name} FILE ... [--name NAME] [--seeds N ...] [--SECTION.OPTION VALUE ...]",
         description=__doc__,
     )
-    parser.add_argument(
-        "--config", type=Path, metavar="STUDY", help="YAML file of the study, as above"
-    )
-    parser.add_argument(
-        "--name",
-        help="folder of the runs in run.output_dir (default: name of the study's file)",
-    )
-    parser.add_argument(
-        "--seeds",
+    parser.add("--config STUDY", "YAML file of the study, as above", type=Path)
+    meaning = "folder of the runs in run.output_dir (default: name of the study's file)"
+    parser.add("--name NAME", meaning)
+    parser.add(
+        "--seeds N",
+        "run each arm only with these seeds, and without tuning runs",
         nargs="+",
         type=whole(most=2**63 - 1),
-        metavar="N",
-        help="run each arm only with these seeds, and without tuning runs",
     )
-    parser.add_argument("--only", nargs="+", metavar="RUN", help="train only these runs, ARM-seedN")
-    parser.add_argument(
-        "--jobs",
-        type=whole(1, 1000),
-        default=1,
-        metavar="N",
-        help="number of runs to train at once (default: 1)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print every run with its budget; train nothing"
-    )
-    parser.add_argument(
+    parser.add("--only RUN", "train only these runs, ARM-seedN", nargs="+")
+    meaning = "number of runs to train at once (default: 1)"
+    parser.add("--jobs N", meaning, type=whole(1, 1000), default=1)
+    parser.add("--dry-run", "print every run with its budget; train nothing")
+    parser.add(
         "--time",
-        action="store_true",
-        help="do not train; time the steps of all arms in alternation, with as many threads as a run has",
+        "do not train; time the steps of all arms in alternation, with as many threads as a run has",
     )
-    parser.add_argument(FLAG, action="store_true", help=HELP)
+    parser.add_trust()
     return parser
 
 
@@ -238,9 +225,7 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
     if not times:
         raise ConfigError("--time: tuning runs are not timed; select other runs")
     baseline = times.get(study.baseline or "") or next(iter(times.values()))
-    table = Table(box=None, pad_edge=False)
-    for name in ("arm", "ms/step", "quartiles", "tokens/s", "speed"):
-        table.add_column(name, justify="left" if name == "arm" else "right", overflow="fold")
+    table = plain_table(["arm", "ms/step", "quartiles", "tokens/s", "speed"])
     for arm, timing in times.items():
         speed = timing.tokens_per_second
         ratio = speed / baseline.tokens_per_second
@@ -252,7 +237,7 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
     console.print(table)
     name = next(arm for arm, timing in times.items() if timing is baseline)
     path = runs[0].folder.parent / TIMING_FILE
-    with run_folder.explaining(f"'{path}' cannot be written"):
+    with explaining(f"'{path}' cannot be written"):
         write_atomically(path, json.dumps(timing_file(times), indent=2) + "\n")
     legend = f"ms/step: median and quartiles of the rounds; speed: tokens/s relative to '{name}'"
     console.print(Text(f"{legend}; written: {path}"))
@@ -266,7 +251,7 @@ def share_plotly(folder: Path) -> None:
     """Write plotly's script next to the runs, so that the pages need not contain it."""
     from moe_ffn.report.plots import share_script
 
-    with run_folder.explaining(f"'{folder}' cannot be written"):
+    with explaining(f"'{folder}' cannot be written"):
         share_script(folder)
 
 

@@ -11,66 +11,59 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from moe_ffn.cli.parser import Parser, check_output, layer_numbers, write_output
+from moe_ffn.cli.parser import Parser, layer_numbers, page_file, write_output
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.interop.load_models import is_transformers_folder, route_text
 from moe_ffn.model.decoder import layer_number
-from moe_ffn.report.html import OPENING
 from moe_ffn.report.trace import (
     Prediction,
     TextTrace,
     trace_of,
-    trace_of_decoder,
     trace_text,
     visible,
     visits_by_layer,
 )
 from moe_ffn.report.trace_view import page, table
 from moe_ffn.runs.folder import check_has_weights
-from moe_ffn.training.sampling import encode_text
+from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("trace"), description=__doc__)
     parser.add_run()
-    parser.add_argument("--text", required=True, help="text to trace; - reads standard input")
-    parser.add_argument("--layers", type=layer_numbers, help="only these layers, such as 0,3")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
+    parser.add("--text TEXT", "text to trace; - reads standard input", required=True)
+    parser.add("--layers LAYERS", "only these layers, such as 0,3", type=layer_numbers)
+    parser.add("--html FILE", "also write a page", type=page_file)
     args = parser.parse_args(argv)
     if not (is_model_folder(args.run) or is_transformers_folder(args.run)):
         check_has_weights(args.run)
-    text = read_text(
-        args.text
-    )  # after the check of the folder, since it may wait for standard input
-    check_output("--html", args.html, OPENING)
+    # After the check of the folder, since it may wait for standard input.
+    text = read_text(args.text)
     trace = trace_folder(args.run, text, args.layers, trust_code=args.trust_code)
     console = Console(highlight=False)
     console.print(table(trace, console.width))
     if args.html is not None:
+        print()
         write_output("--html", args.html, page(trace))
-        print(f"\nwritten: {args.html}")
     return 0
 
 
 def trace_folder(
-    folder: Path, text: bytes, layers: list[int] | None, *, trust_code: bool
+    folder: Path, text: bytes, layers: list[int] | None = None, *, trust_code: bool = False
 ) -> TextTrace:
     """Trace a text in a run, a model folder, or a model of transformers."""
     if is_model_folder(folder):
         decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
-        ids = encode_text(tokenizer, text, decoder.max_seq_len, "--text")
-        with torch.no_grad():
-            outputs = [(decoder(torch.tensor([ids])), len(ids))]
-        return trace_of_decoder(folder, decoder.config, tokenizer, ids, outputs, layers)
+        return trace_text(folder, decoder, tokenizer, text, layers)
     if is_transformers_folder(folder):
         return _trace_transformers(folder, text, layers)
     with accepting_code(trust_code):
-        return trace_text(folder, text, layers)
+        run = load_model(folder)
+    return trace_text(folder, run.decoder, run.tokenizer, text, layers)
 
 
 def _trace_transformers(folder: Path, text: bytes, layers: list[int] | None) -> TextTrace:

@@ -154,17 +154,14 @@ def take_flags(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def _add_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--resume",
+    parser.add(
+        "--resume RUN",
+        "resume the run in this folder, or the newest unfinished run, with its own options and from its "
+        "newest intact checkpoint",
         nargs="?",
         const=NEWEST,
-        metavar="RUN",
-        help="resume the run in this folder, or the newest unfinished run, with its own options and from its "
-        "newest intact checkpoint",
     )
-    parser.add_argument(
-        trust.FLAG, action="store_true", help=f"for --resume, init_from or a teacher: {trust.HELP}"
-    )
+    parser.add(trust.FLAG, f"for --resume, init_from or a teacher: {trust.HELP}")
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -116,7 +117,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
             # Keep the precision of the first start.
             precision = Facts.read(resume.folder / run_folder.FACTS_FILE).precision or precision
         say(f"precision {precision}")
-        run_id = start.run_id or run_folder.new_run_id()
+        run_id = start.run_id or secrets.token_hex(8)
         teacher_sha256 = announce_teacher(teacher, config, resume, say)
         facts = assemble.run_facts(config, data, precision, run_id, teacher_sha256)
         files = initial_files(config, data, facts)

@@ -21,12 +21,12 @@ from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, whole, write_output
 from moe_ffn.cli.sweep import share_plotly, use_threads_of_a_run
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError, command, explaining
 from moe_ffn.config.yaml_files import read_yaml, to_yaml, validate
 from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.runs.config import folder_name_problem
-from moe_ffn.runs.folder import CONFIG_FILE, explaining
+from moe_ffn.runs.folder import CONFIG_FILE
 from moe_ffn.studies.statistics import t_quantile
 from moe_ffn.studies.sweep import format_duration
 from moe_ffn.studies.which import PAGE_FILE, QUESTION_FILE, ROUNDS, Answer, Question, Search
@@ -63,21 +63,17 @@ def _parser() -> Parser:
         usage=f"{name} --data PATH ... --minutes M [--name NAME] [--jobs N]\n       {name} --resume FOLDER",
         description=__doc__,
     )
-    parser.add_argument("--data", nargs="+", metavar="PATH", help="text files, folders or globs")
-    parser.add_argument(
-        "--minutes", type=whole(1, 100_000), metavar="M", help="time for all runs on this machine"
-    )
-    parser.add_argument(
-        "--name", default="which", help="folder of the runs in runs/ (default: which)"
-    )
-    parser.add_argument(
-        "--jobs",
+    parser.add("--data PATH", "text files, folders or globs", nargs="+")
+    meaning = "time for all runs on this machine"
+    parser.add("--minutes M", meaning, type=whole(1, 100_000))
+    parser.add("--name NAME", "folder of the runs in runs/ (default: which)", default="which")
+    parser.add(
+        "--jobs N",
+        "number of runs to train at once (default: one per core, or one with a GPU)",
         type=whole(1, 1000),
         default=1 if torch.cuda.is_available() else num_cores(),
-        metavar="N",
-        help="number of runs to train at once (default: one per core, or one with a GPU)",
     )
-    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="resume a search")
+    parser.add("--resume FOLDER", "resume a search")
     return parser
 
 
@@ -120,7 +116,8 @@ def show(answer: Answer) -> None:
     from moe_ffn.report.studies.comparison_page import comparison_html
 
     page = answer.folder / PAGE_FILE
-    write_output("--name", page, comparison_html(answer.gathered, answer.comparison, page))
     print()
     print_comparison(Console(), answer.comparison)
-    print(f"\npage: {page}\ntrain it: {command('train')} --config {answer.folder / CONFIG_FILE}")
+    html = comparison_html(answer.gathered, answer.comparison, page)
+    write_output("--name", page, html, label="\npage")
+    print(f"train it: {command('train')} --config {answer.folder / CONFIG_FILE}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import reprlib
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import ValidationError
+
+from moe_ffn.files import reason
 
 
 class ConfigError(ValueError):
@@ -128,10 +131,7 @@ def explain(
 
 def show(value: Any) -> str:
     """Return the repr of a value, shortened to sixty characters; fast for huge values."""
-    try:
-        return shorten(_repr.repr(value))
-    except ValueError:  # an integer with more digits than Python prints
-        return "a huge number"
+    return shorten(_repr.repr(value))
 
 
 def shorten(text: str, limit: int = 60) -> str:
@@ -156,6 +156,20 @@ def escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
+@contextmanager
+def explaining(problem: str, advice: str = "fix its permissions") -> Iterator[None]:
+    """Convert an OSError to a ConfigError: `'runs/x' cannot be read (Permission denied); fix ...`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{problem} ({reason(error)}); {advice}") from error
+
+
+def reading(path: Path) -> AbstractContextManager[None]:
+    """Convert an OSError to a ConfigError that names `path`."""
+    return explaining(f"'{path}' cannot be read")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type if the text is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
@@ -163,8 +177,6 @@ def first_line(error: BaseException) -> str:
 
 def expand_path(path: str, key: str) -> Path:
     """Replace `~` in a path; raise a ConfigError that names the key if that fails."""
-    if "\0" in path:
-        raise ConfigError(f"{key}: {path!r} contains a NUL character; remove it")
     if "\n" in path:
         raise ConfigError(
             f"{key}: {show(path)} is a text of several lines; give a file with this text"

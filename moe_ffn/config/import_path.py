@@ -153,8 +153,8 @@ def find_code(where: str) -> Code:
         raise ConfigError(f"importing '{where}' failed: it is not a file")
     try:
         return Code(where, path, path.read_bytes())
-    except (OSError, ValueError) as error:  # ValueError: a NUL character
-        why = reason(error) if isinstance(error, OSError) else first_line(error)
+    except OSError as error:
+        why = reason(error)
         if isinstance(error, FileNotFoundError):
             why += "; a relative path starts at the folder of the YAML file that names it, or, in an option, "
             why += "at the current folder"

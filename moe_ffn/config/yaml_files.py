@@ -64,10 +64,7 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must hold a YAML mapping, got {type(options).__name__}")
-    try:
-        return _with_file_tags(options, path.parent)
-    except RecursionError as error:
-        raise ConfigError(f"{where}: is nested too deeply, or contains itself") from error
+    return _with_file_tags(options, path.parent)
 
 
 def _with_file_tags(value: Any, folder: Path) -> Any:
@@ -138,8 +135,6 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f" (line {mark.line + 1})" if mark is not None else ""
         problem = getattr(error, "problem", None) or "unreadable"
         raise ConfigError(f"{where}: is not valid YAML{line}: {shorten(problem, 120)}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{where}: is nested too deeply") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # PyYAML raises these for a key that is a list, `!!bool maybe`, or a number of ten thousand digits.
         problem = shorten(first_line(error), 120)

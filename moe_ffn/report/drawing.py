@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -72,16 +71,8 @@ def scale_of(metric: Metric) -> dict[str, str]:
 # -- series
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Rows over common steps: `values[row][column]` belongs to `steps[column]`."""
-
-    steps: list[float]
-    values: list[list[Value]]
-
-
-def average(rows: Sequence[Series], max_points: int) -> Grid:
-    """Return series over at most `max_points` common steps.
+def average(rows: Sequence[Series], max_points: int) -> tuple[list[float], list[list[Value]]]:
+    """Return at most `max_points` common steps of series, and the values of each series at them.
 
     If the rows have more steps, each point is the mean of the finite values in a bin, at the mean step of the
     bin. Empty bins are left out.
@@ -99,7 +90,7 @@ def average(rows: Sequence[Series], max_points: int) -> Grid:
         _means(bins[np.searchsorted(all_steps, series.steps)], series, len(counts))
         for series in rows
     ]
-    return Grid([rounded(round(step, 1)) for step in centres], values)
+    return [rounded(round(step, 1)) for step in centres], values
 
 
 def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
@@ -211,12 +202,12 @@ def line_figure(
     traces: list[go.Scatter] = []
     for number, (name, series) in enumerate(lines.items()):
         if series:
-            grid = average([series], max_points)
-            traces.append(_line(grid.steps, grid.values[0], name, metric, style_of(number)))
+            steps, (values,) = average([series], max_points)
+            traces.append(_line(steps, values, name, metric, style_of(number)))
     drawn = [series for series in lines.values() if series]
-    steps = [step for series in drawn for step in series.steps]
+    all_steps = [step for series in drawn for step in series.steps]
     for name, value in levels.items():
-        ends = [min(steps), max(steps)]
+        ends = [min(all_steps), max(all_steps)]
         traces.append(_line(ends, [value, value], name, metric, ("quiet", "dot")))
     # The axis starts at 0; plotly would draw a single validation on an axis from 99 to 101.
     x_axis = {

@@ -19,7 +19,7 @@ import torch
 from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
-from moe_ffn.ffn.base import RouterInfo
+from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing
 from moe_ffn.report.trace import expert_names, origin, visible
 from moe_ffn.runs.reader import Run
@@ -94,28 +94,31 @@ class Assignment:
         return self.first_T != NOT_REACHED
 
 
-def add_batch(
-    assignments: dict[str, Assignment],
-    routings: Mapping[str, Routing],
-    infos: Mapping[str, RouterInfo],
-    first: int,
-    num_tokens: int,
-    *,
-    with_dropped: bool = True,
-) -> None:
-    """Add the routings of a batch that begins at token `first` of a text of `num_tokens`.
+@torch.no_grad()
+def route_windows(
+    decoder: Decoder, windows_WS: np.ndarray, *, with_dropped: bool = True
+) -> dict[str, Assignment]:
+    """Return router -> its choices for windows of token ids, read one after the other.
 
     A `PairsOnlyRouting` is skipped, because it has too many experts to show each one.
     """
+    infos = decoder.config.router_infos()
     token_selectors = [name for name, info in infos.items() if info.selects_tokens]
-    for name, routing in routings.items():
-        if routing.is_pairs_only:
-            continue
-        if name not in assignments:
-            names = expert_names(routing, infos.get(name))
-            assignments[name] = Assignment(name, names, num_tokens)
-        positions = text_positions(routings, name, token_selectors, first)
-        assignments[name].add(routing, positions, with_dropped=with_dropped)
+    device = decoder.embedding.weight.device
+    assignments: dict[str, Assignment] = {}
+    first = 0
+    for ids_BS in torch.from_numpy(windows_WS).split(max(BATCH_TOKENS // windows_WS.shape[1], 1)):
+        routings = decoder(ids_BS.to(device)).routings
+        for name, routing in routings.items():
+            if routing.is_pairs_only:
+                continue
+            if name not in assignments:
+                names = expert_names(routing, infos.get(name))
+                assignments[name] = Assignment(name, names, windows_WS.size)
+            positions = text_positions(routings, name, token_selectors, first)
+            assignments[name].add(routing, positions, with_dropped=with_dropped)
+        first += ids_BS.numel()
+    return assignments
 
 
 def text_positions(
@@ -161,15 +164,8 @@ def route_validation(run: Run) -> RoutedText:
     num_tokens = int(min(MAX_TOKENS, MAX_FLOPS / max(run.facts.flops_per_token or 0, 1)))
     starts = spread_starts(len(tokens), data.seq_len, max(num_tokens // data.seq_len, 1))
     ids_WS = np.stack([tokens[start : start + data.seq_len] for start in starts]).astype(np.int64)
-    infos = saved.config.model.router_infos()
-    assignments: dict[str, Assignment] = {}
-    first = 0
-    for ids_BS in torch.from_numpy(ids_WS).split(max(BATCH_TOKENS // data.seq_len, 1)):
-        with torch.no_grad():
-            routings = decoder(ids_BS).routings
-        add_batch(assignments, routings, infos, first, ids_WS.size, with_dropped=False)
-        first += ids_BS.numel()
-    return RoutedText(saved.tokenizer.token_bytes, ids_WS.reshape(-1), data.seq_len, assignments)
+    layers = route_windows(decoder, ids_WS, with_dropped=False)
+    return RoutedText(saved.tokenizer.token_bytes, ids_WS.reshape(-1), data.seq_len, layers)
 
 
 # -- tokens of an expert

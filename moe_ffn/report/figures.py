@@ -143,12 +143,12 @@ def load(run: Run, layer: int | str) -> go.Figure:
     name = _find_layer(run, layer, run.loads)
     rows = sum(map(len, run.loads.values()))
     columns = min(max(MAX_LOADS // rows, 32), 200)
-    grid = average(run.loads[name], columns)
-    num_experts = len(grid.values)
+    steps, loads = average(run.loads[name], columns)
+    num_experts = len(loads)
     return heat_figure(
-        grid.steps,
+        steps,
         range(num_experts),
-        rounded_rows(np.array(grid.values, dtype=float) * num_experts),
+        rounded_rows(np.array(loads, dtype=float) * num_experts),
         (STEP_AXIS, "expert"),
         title=f"Load, {layer_title(name)}",
         note=averaging_note(run.loads[name], columns, "column"),
@@ -178,11 +178,11 @@ def measure(run: Run, key: str) -> go.Figure:
         lines = {layer_title(layer): by_layer.get(layer, Series()) for layer in layers}
         return line_figure(lines, metric, MAX_LAYER_POINTS, levels=uniform, note=note)
     max_points = max(MAX_CELLS // len(by_layer), 60)
-    grid = average(list(by_layer.values()), max_points)
+    steps, values = average(list(by_layer.values()), max_points)
     return heat_figure(
-        grid.steps,
+        steps,
         [short_name(layer) for layer in by_layer],
-        grid.values,
+        values,
         (STEP_AXIS, "layer"),
         title=metric.title,
         note=f"{note} {averaging_note(list(by_layer.values()), max_points)}".strip(),

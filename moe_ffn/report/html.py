@@ -1,7 +1,7 @@
-"""HTML pages from templates; a page loads nothing from the network.
+"""Pages from templates; an HTML page loads nothing from the network.
 
-Templates escape every value and make control characters visible, so text from a run cannot execute on a
-page.
+HTML templates escape every value and make control characters visible, so text from a run cannot execute on
+a page.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import (
+    Environment,
+    FileSystemLoader,
+    StrictUndefined,
+    pass_eval_context,
+    select_autoescape,
+)
+from jinja2.nodes import EvalContext
 from markupsafe import Markup, escape
 
 from moe_ffn.config.errors import printable
@@ -74,9 +81,10 @@ def plain(value: object) -> str:
     return printable(str(value), also="\n\t")
 
 
-def _escaped(value: Any) -> Any:
-    """Return a value of a template: HTML unchanged, everything else escaped."""
-    if isinstance(value, Markup):
+@pass_eval_context
+def _escaped(context: EvalContext, value: Any) -> Any:
+    """Return a value of a template: HTML and everything in Markdown unchanged, other text escaped."""
+    if isinstance(value, Markup) or not context.autoescape:
         return value
     text = str(value)
     if plain(text) == text:
@@ -90,7 +98,7 @@ def _escaped(value: Any) -> Any:
 TEMPLATES = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(TEMPLATES),
-    autoescape=True,
+    autoescape=select_autoescape(["html"]),
     undefined=StrictUndefined,
     finalize=_escaped,
     trim_blocks=True,

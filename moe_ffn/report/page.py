@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moe_ffn.config.errors import explaining
 from moe_ffn.report import run_summary
 from moe_ffn.report.html import write_page
-from moe_ffn.runs.folder import explaining
-from moe_ffn.runs.reader import PATIENCE_SECONDS, WATCHED, Run, check_is_run, read_runs
-
-FileStamps = list[tuple[int, int] | None]
+from moe_ffn.runs.reader import Run, read_runs
 
 
 def write_report(
@@ -81,12 +79,12 @@ def watch(
     say: Callable[[str], None],
     sleep: Callable[[float], None] | None = None,
 ) -> None:
-    """Rewrite the page whenever a file of a run changes; return when no run is in progress.
+    """Rewrite the page every few seconds until no run is in progress.
 
     Waits for runs that have not begun. The last page never reloads itself.
 
     Args:
-        every: seconds between checks.
+        every: seconds between two pages.
 
     Raises:
         ConfigError: a path exists but is not a run, or the page cannot be written.
@@ -99,16 +97,10 @@ def watch(
                 say(f"waiting for {folder}")
             while not _has_begun(folder):
                 sleep(every)
-            check_is_run(folder)
-        seen = stamp_of(folders)
         runs = write_report(folders, output, reload_every=every)
         say(f"{output} is kept current; press Ctrl-C to stop")
         while any(run.is_running for run in runs):
-            start = time.monotonic()
-            # Wait for a change, or until a run without changes may count as interrupted.
-            while stamp_of(folders) == seen and time.monotonic() - start < PATIENCE_SECONDS:
-                sleep(every)
-            seen = stamp_of(folders)
+            sleep(every)
             runs = write_report(folders, output, reload_every=every)
     except KeyboardInterrupt:
         if not runs:
@@ -124,19 +116,4 @@ def watch(
 
 def _has_begun(folder: Path) -> bool:
     """Return True if the folder has files, or the path is not a folder."""
-    try:
-        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError:  # `check_is_run` gives the reason
-        return True
-
-
-def stamp_of(folders: Sequence[Path]) -> FileStamps:
-    """Return (time, size) of every file that the page reads; None for an absent file."""
-    stamps: FileStamps = []
-    for path in (folder / name for folder in folders for name in WATCHED):
-        try:
-            status = path.stat()
-            stamps.append((status.st_mtime_ns, status.st_size))
-        except OSError:
-            stamps.append(None)
-    return stamps
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))

@@ -16,6 +16,7 @@ from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, resu
 from moe_ffn.model.decoder import short_name
 from moe_ffn.notebook_cards import spread
 from moe_ffn.report.html import NONE, number
+from moe_ffn.runs.config import block_of
 from moe_ffn.runs.json_files import AlarmLine, finite
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
@@ -29,27 +30,7 @@ MAX_COLUMNS = 16
 MAX_SAMPLES = 40
 """Maximum number of samples on a page, evenly chosen, with the first and the last."""
 
-IN_SUMMARY = {
-    "validation/loss": "validation_loss",
-    "validation/bits_per_byte": "validation_bits_per_byte",
-    "train/tokens_per_second": "tokens_per_second",
-}
-"""Column of the rows -> field of the summary with its final value."""
-
-
 # -- the values of a run
-
-
-def final(run: Run, key: str) -> float | None:
-    """Return the final value of a column of `IN_SUMMARY`, or its last value if the run has not finished.
-
-    Returns NaN if the final value was not finite.
-    """
-    name = IN_SUMMARY[key]
-    if run.summary.has(name):
-        value = getattr(run.summary, name)
-        return math.nan if value is None else value
-    return run.series(key).last
 
 
 def measured(run: Run, metric: Metric) -> dict[str, Series]:
@@ -100,22 +81,11 @@ STATES = {
 """State of a run -> (class of the style sheet, text)."""
 
 
-def ffn_type(option: Callable[[str], Any]) -> str:
-    """Return a text with the type of the block, its experts and router, and the layers that differ."""
-    ffn = option("model.ffn")
-    if not isinstance(ffn, dict):
-        return "unknown block"
-    name = str(ffn.get("type", "unknown block"))
-    if isinstance(ffn.get("num_experts"), int):
-        name += f", {ffn['num_experts']} experts"
-    router = ffn.get("router")
-    if isinstance(router, dict):
-        k = f" k = {router['k']}" if "k" in router else ""
-        name += f", {router.get('type', 'unknown')}{k}"
+def block(option: Callable[[str], Any]) -> str:
+    """Describe the block of a run, and name the layers that differ."""
     overrides = option("model.ffn_at")
-    if isinstance(overrides, dict) and overrides:
-        name += "; differs in layers " + ", ".join(map(str, overrides))
-    return name
+    others = f"; differs in layers {', '.join(map(str, overrides))}" if overrides else ""
+    return (block_of(option("model")) or "unknown block") + others
 
 
 def progress(run: Run) -> str:
@@ -128,7 +98,7 @@ def progress(run: Run) -> str:
 def best_loss(run: Run) -> float | None:
     """Return the lowest validation loss if the last one is higher; None otherwise."""
     values = [value for value in run.series("validation/loss").values if value == value]
-    last = final(run, "validation/loss")
+    last = run.final("validation/loss")
     if not values or last is None or min(values) >= last - 5e-5:
         return None
     return min(values)
@@ -136,7 +106,7 @@ def best_loss(run: Run) -> float | None:
 
 def relative_to(run: Run, baseline: float | None) -> str:
     """Return `loss is 0.8448 below it (27%)` about the loss of a baseline; its unit if one is unknown."""
-    loss, other = finite(final(run, "validation/loss")), finite(baseline)
+    loss, other = finite(run.final("validation/loss")), finite(baseline)
     if loss is None or not other:
         return "nats per token"
     side = "below" if loss <= other else "above"
@@ -219,7 +189,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
     Each is (class of the style sheet, sentence).
     """
     found: list[tuple[str, str]] = []
-    loss, unigram = final(run, "validation/loss"), run.summary.unigram_loss
+    loss, unigram = run.final("validation/loss"), run.summary.unigram_loss
     if loss is not None and not math.isfinite(loss):
         found.append(("bad", "The validation loss is not a finite number: training has diverged."))
     elif loss is not None and unigram is not None and loss > unigram:

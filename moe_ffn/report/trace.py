@@ -19,10 +19,10 @@ from moe_ffn.config.errors import ConfigError, escaped
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.model.decoder import DecoderConfig, DecoderOutput, layer_number
+from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderOutput, layer_number
 from moe_ffn.outputs import Routing
 from moe_ffn.report.html import layer_title
-from moe_ffn.runs.reader import load_model
+from moe_ffn.training.sampling import encode_text
 
 
 @dataclass(frozen=True)
@@ -111,20 +111,26 @@ class TextTrace:
         return fmean(entropies) if entropies else None
 
 
-def trace_text(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> TextTrace:
-    """Trace `text` through the best weights of the run in `folder`, in evaluation mode.
+def trace_text(
+    folder: Path,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    text: bytes,
+    layers: Sequence[int] | None = None,
+) -> TextTrace:
+    """Trace `text` through a decoder in evaluation mode.
 
     Args:
+        folder: folder of the decoder, for messages.
         layers: only these layers; None for all layers with a router.
 
     Raises:
-        ConfigError: the folder has no checkpoint, the run or one of the layers has no router, or the text is
-            too long.
+        ConfigError: the decoder or one of the layers has no router, or the text is too long.
     """
-    run = load_model(folder)
-    ids = run.tokenizer.encode(text).tolist()
-    outputs = [(run.run(text, who="--text"), len(ids))]
-    return trace_of_decoder(folder, run.decoder.config, run.tokenizer, ids, outputs, layers)
+    ids = encode_text(tokenizer, text, decoder.max_seq_len, "--text")
+    with torch.no_grad():
+        outputs = [(decoder(torch.tensor([ids])), len(ids))]
+    return trace_of_decoder(folder, decoder.config, tokenizer, ids, outputs, layers)
 
 
 def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Routing]) -> None:

@@ -6,10 +6,10 @@ run or load its model therefore use the code that the run began with.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,11 @@ from pydantic import BaseModel
 from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.import_path import Code, imported_code
+from moe_ffn.files import sha256_of
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
 from moe_ffn.runs.json_files import CodeEntries, CodeEntry
 
 log = logging.getLogger(__name__)
-
-_MAX_BYTES = 10_000_000
-"""Largest size of a source file."""
 
 
 def portable_options(config: Config) -> dict[str, Any]:
@@ -113,13 +111,10 @@ def _text(code: Code) -> str:
 
 
 def _sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file; None if it is missing, not readable or too large for a source file."""
-    try:
-        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
-            return None
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return None
+    """Return the SHA-256 of a file; None if it is missing or not readable."""
+    with suppress(OSError):
+        return sha256_of(path)
+    return None
 
 
 KeyPath = tuple[str | int, ...]

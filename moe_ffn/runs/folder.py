@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import secrets
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config.errors import ConfigError, command, expand_path
+from moe_ffn.config.errors import ConfigError, command, expand_path, explaining, reading
 from moe_ffn.config.option_tree import differences, show_value
 from moe_ffn.config.yaml_files import read_config, read_yaml
-from moe_ffn.files import kind_of, open_file, read_object, reason, write_file
+from moe_ffn.files import kind_of, open_file, read_object, write_file
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.json_files import Facts
 
@@ -129,11 +128,6 @@ def _safe(ffn_type: str) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in ffn_type.rpartition(":")[2])
 
 
-def new_run_id() -> str:
-    """Return a random id, which identifies the checkpoints of a run."""
-    return secrets.token_hex(8)
-
-
 def git_revision() -> str | None:
     """Return the git commit of the code, with `-dirty` if files have changed; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -146,20 +140,6 @@ def git_revision() -> str | None:
 
 
 # -- an existing folder
-
-
-@contextmanager
-def explaining(problem: str, advice: str = "fix its permissions") -> Iterator[None]:
-    """Convert an OSError to a ConfigError: `'runs/x' cannot be read (Permission denied); fix ...`."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{problem} ({reason(error)}); {advice}") from error
-
-
-def reading(path: Path) -> AbstractContextManager[None]:
-    """Convert an OSError to a ConfigError that names `path`."""
-    return explaining(f"'{path}' cannot be read")
 
 
 def is_run(path: Path) -> bool:

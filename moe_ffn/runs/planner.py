@@ -367,16 +367,10 @@ def plan_layouts(
         ConfigError: the batch cannot be divided among the ranks.
     """
     require_equal_shares(config.data.batch_size, num_ranks)
-    precision = _precision(config)
-    sizes = Sizes.of(config)
-    num_sequences = config.data.batch_size // num_ranks
-    activations = activations_of(config, num_sequences, precision, teacher)
-    plans = [
-        _plan(config, sizes, layout, device, activations, precision, efficiency, teacher)
-        for layout in layouts(config, num_ranks)
-    ]
+    planner = _Planner(config, num_ranks, device, efficiency, teacher)
     return sorted(
-        plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.memory.total, p.memory.total)
+        map(planner.plan, layouts(config, num_ranks)),
+        key=lambda p: (not p.fits, p.seconds if p.fits else p.memory.total, p.memory.total),
     )
 
 
@@ -385,103 +379,118 @@ def _precision(config: TrainConfig) -> str:
     return "bf16-mixed" if precision == "auto" else precision
 
 
-def _plan(
-    config: TrainConfig,
-    sizes: Sizes,
-    layout: Layout,
-    device: Device,
-    activations: Activations,
-    precision: str,
-    efficiency: float,
-    teacher: DecoderConfig | None,
-) -> LayoutPlan:
-    item_bytes = {"bf16-true": 2, "64-true": 8}.get(precision, 4)
-    token_item_bytes = 2 if precision == "bf16-mixed" else item_bytes
-    data, model, num_batches = config.data, config.model, config.trainer.accumulate_grad_batches
-    tokens = num_batches * (data.batch_size // layout.num_ranks) * data.seq_len
-    traffic = _traffic(config, sizes, layout, item_bytes, token_item_bytes, tokens)
-    if layout.expert > 1:
-        # A rank saves the tokens that its experts received, including its own.
-        received = _received_elements(config, layout, tokens // num_batches) / model.num_layers
-        activations = activations.with_extra(
-            token_item_bytes * received, is_saved=not model.activation_checkpointing
+class _Planner:
+    """The model and the batch of a run, whose cost is planned for one layout after the other."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        num_ranks: int,
+        device: Device,
+        efficiency: float,
+        teacher: DecoderConfig | None,
+    ) -> None:
+        """See `plan_layouts`."""
+        self.config, self.model, self.teacher = config, config.model, teacher
+        self.device, self.efficiency = device, efficiency
+        precision = _precision(config)
+        self.item_bytes = {"bf16-true": 2, "64-true": 8}.get(precision, 4)
+        """Bytes of one element of a weight."""
+        self.token_item_bytes = 2 if precision == "bf16-mixed" else self.item_bytes
+        """Bytes of one element of a sent token."""
+        num_sequences = config.data.batch_size // num_ranks
+        self.sizes = Sizes.of(config)
+        self.activations = activations_of(config, num_sequences, precision, teacher)
+        self.num_batches = config.trainer.accumulate_grad_batches
+        self.tokens = self.num_batches * num_sequences * config.data.seq_len
+        """Tokens of a rank in a step."""
+
+    def plan(self, layout: Layout) -> LayoutPlan:
+        device, model, text_sizes = self.device, self.model, self.config.data.text_sizes
+        traffic = self._traffic(layout)
+
+        def bandwidth(num_ranks: int) -> float:
+            """Return the bandwidth between `num_ranks` ranks, on one machine or across machines."""
+            return device.link if num_ranks <= device.per_machine else device.network
+
+        overlapped = (traffic.weights + traffic.gradients) / bandwidth(layout.shard * layout.expert)
+        overlapped += traffic.copies / bandwidth(layout.num_ranks)
+        forward, ffns = model.flops_per_token(*text_sizes), model.layer_ffns()
+        of_ffns = sum(ffn.flops_per_token(model.d_model, self.config.data.seq_len) for ffn in ffns)
+        # The backward pass costs twice the forward pass, and repeats all or a part of it.
+        recomputed = {"ffn": of_ffns, False: 0}.get(model.activation_checkpointing, forward)
+        theirs = 0 if self.teacher is None else self.teacher.flops_per_token(*text_sizes)
+        seconds_per_flop = self.tokens / device.flops / self.efficiency
+        return LayoutPlan(
+            layout,
+            device,
+            self._memory(layout),
+            traffic,
+            compute_seconds=seconds_per_flop * (3 * forward + recomputed + theirs),
+            overlapped_seconds=overlapped / self.efficiency,
+            token_seconds=traffic.tokens / bandwidth(layout.expert) / self.efficiency,
+            tokens=self.tokens * layout.num_ranks,
         )
 
-    def bandwidth(num_ranks: int) -> float:
-        """Return the bandwidth between `num_ranks` ranks, on one machine or across machines."""
-        return device.link if num_ranks <= device.per_machine else device.network
+    def _memory(self, layout: Layout) -> MemoryEstimate:
+        sizes, activations, item_bytes = self.sizes, self.activations, self.item_bytes
+        if layout.expert > 1:
+            # A rank saves the tokens that its experts received, including its own.
+            tokens = self.tokens // self.num_batches
+            received = self._received_elements(layout, tokens) / self.model.num_layers
+            activations = activations.with_extra(
+                self.token_item_bytes * received, is_saved=not self.model.activation_checkpointing
+            )
+        local = item_bytes * _stored_elements(sizes.all, layout)
+        state = item_bytes / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
+        outside = item_bytes * _gathered_elements(sizes.outside, layout)
+        layers = [item_bytes * _gathered_elements(layer, layout) for layer in sizes.layers]
+        if self.num_batches > 1:  # gradients accumulate unsharded until the last batch
+            gradients, saved = outside + sum(layers), activations.total
+        else:
+            gradients, saved = activations.peak_with(
+                item_bytes * _stored_elements(sizes.outside, layout),
+                [item_bytes * _stored_elements(layer, layout) for layer in sizes.layers],
+            )
+        # Parameters outside of layers stay gathered, with their gradients. The next layer is gathered while
+        # the current layer still has its weights and gradients.
+        gathered = 2 * outside + 3 * max(layers)
+        if not layout.is_sharded:  # DistributedDataParallel reduces gradients in buckets
+            gathered = local if layout.num_ranks > 1 else 0.0
+        if self.teacher is not None:
+            local += item_bytes * self.teacher.num_params(*self.config.data.text_sizes)
+        return MemoryEstimate(local, gradients, state, gathered, saved)
 
-    overlapped = (traffic.weights + traffic.gradients) / bandwidth(layout.shard * layout.expert)
-    overlapped += traffic.copies / bandwidth(layout.num_ranks)
-    forward = model.flops_per_token(*config.data.text_sizes)
-    ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in model.layer_ffns())
-    # The backward pass costs twice the forward pass, and repeats all or a part of it.
-    recomputed = {"ffn": ffns, False: 0}.get(model.activation_checkpointing, forward)
-    seconds_per_flop = tokens / device.flops / efficiency
-    memory, theirs = _memory(sizes, layout, item_bytes, activations, num_batches), 0
-    if teacher is not None:
-        theirs = teacher.flops_per_token(*config.data.text_sizes)
-        whole = item_bytes * teacher.num_params(*config.data.text_sizes)
-        memory = replace(memory, weights=memory.weights + whole)
-    return LayoutPlan(
-        layout,
-        device,
-        memory,
-        traffic,
-        compute_seconds=seconds_per_flop * (3 * forward + recomputed + theirs),
-        overlapped_seconds=overlapped / efficiency,
-        token_seconds=traffic.tokens / bandwidth(layout.expert) / efficiency,
-        tokens=tokens * layout.num_ranks,
-    )
-
-
-def _memory(
-    sizes: Sizes, layout: Layout, item_bytes: int, activations: Activations, num_batches: int
-) -> MemoryEstimate:
-    """Return the memory of a rank; `item_bytes` are the bytes of one element."""
-    local = item_bytes * _stored_elements(sizes.all, layout)
-    state = item_bytes / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
-    outside = item_bytes * _gathered_elements(sizes.outside, layout)
-    layers = [item_bytes * _gathered_elements(layer, layout) for layer in sizes.layers]
-    if num_batches > 1:  # gradients accumulate unsharded until the last batch
-        gradients, saved = outside + sum(layers), activations.total
-    else:
-        gradients, saved = activations.peak_with(
-            item_bytes * _stored_elements(sizes.outside, layout),
-            [item_bytes * _stored_elements(layer, layout) for layer in sizes.layers],
+    def _traffic(self, layout: Layout) -> Traffic:
+        sizes, item_bytes = self.sizes, self.item_bytes
+        once = item_bytes * sum(_sent_elements(w, layout) for w in sizes.all)
+        in_layers = (weight for layer in sizes.layers for weight in layer)
+        layers = item_bytes * sum(_sent_elements(w, layout) for w in in_layers)
+        sent = self._received_elements(layout, self.tokens) * (1 - 1 / layout.expert)
+        # To the experts and back, forward and backward; recomputing the forward pass sends tokens again.
+        num_sends = 6 if self.model.activation_checkpointing else 4
+        return Traffic(
+            weights=self.num_batches * (once + layers),
+            gradients=once,
+            copies=2 * item_bytes * _stored_elements(sizes.all, layout) * (1 - 1 / layout.data),
+            tokens=num_sends * self.token_item_bytes * sent,
         )
-    if not layout.is_sharded:  # DistributedDataParallel reduces gradients in buckets
-        buckets = local if layout.num_ranks > 1 else 0.0
-        return MemoryEstimate(local, gradients, state, buckets, saved)
-    # Parameters outside of layers stay gathered, with their gradients. The next layer is gathered while the
-    # current layer still has its weights and gradients.
-    return MemoryEstimate(local, gradients, state, 2 * outside + 3 * max(layers), saved)
 
+    def _received_elements(self, layout: Layout, tokens: int) -> float:
+        """Return the number of elements that the experts of a rank receive, summed over layers.
 
-def _traffic(
-    config: TrainConfig,
-    sizes: Sizes,
-    layout: Layout,
-    item_bytes: int,
-    token_item_bytes: int,
-    tokens: int,
-) -> Traffic:
-    """Return the traffic of a rank.
-
-    Args:
-        item_bytes, token_item_bytes: bytes of one element of a weight, and of a sent token.
-    """
-    once = item_bytes * sum(_sent_elements(w, layout) for w in sizes.all)
-    layers = item_bytes * sum(_sent_elements(w, layout) for layer in sizes.layers for w in layer)
-    sent = _received_elements(config, layout, tokens) * (1 - 1 / layout.expert)
-    # To the experts and back, forward and backward; recomputing the forward pass sends tokens again.
-    num_sends = 6 if config.model.activation_checkpointing else 4
-    return Traffic(
-        weights=config.trainer.accumulate_grad_batches * (once + layers),
-        gradients=once,
-        copies=2 * item_bytes * _stored_elements(sizes.all, layout) * (1 - 1 / layout.data),
-        tokens=num_sends * token_item_bytes * sent,
-    )
+        A rank receives a token once, even if the token chooses several of its experts. With balanced experts,
+        a token draws k of E experts at random, and none of the rank's experts with probability `p_none`.
+        """
+        elements, num_ranks, d_model = 0.0, layout.expert, self.model.d_model
+        for info in self.model.router_infos().values():
+            num_experts = info.num_experts
+            k = round(info.router.experts_per_token(num_experts))
+            num_elsewhere = num_experts - info.num_networks // num_ranks
+            p_none = math.comb(num_elsewhere, k) / math.comb(num_experts, k)
+            width = d_model if info.experts is None else info.experts.dispatch_width(d_model)
+            elements += tokens * info.token_fraction * num_ranks * (1 - p_none) * width
+        return elements
 
 
 def _stored_elements(weights: Iterable[Weight], layout: Layout) -> float:
@@ -498,20 +507,3 @@ def _sent_elements(weight: Weight, layout: Layout) -> float:
     """Return the number of elements that a rank sends to gather a weight or reduce-scatter its gradient."""
     num_shards = layout.shard if weight.is_expert else layout.shard * layout.expert
     return weight.numel * weight.share(layout) * (num_shards - 1)
-
-
-def _received_elements(config: TrainConfig, layout: Layout, tokens: int) -> float:
-    """Return the number of elements that the experts of a rank receive, summed over layers.
-
-    A rank receives a token once, even if the token chooses several of its experts. With balanced experts, a
-    token draws k of E experts at random, and none of the rank's experts with probability `p_none`.
-    """
-    elements, num_ranks, d_model = 0.0, layout.expert, config.model.d_model
-    for info in config.model.router_infos().values():
-        num_experts = info.num_experts
-        k = round(info.router.experts_per_token(num_experts))
-        num_elsewhere = num_experts - info.num_networks // num_ranks
-        p_none = math.comb(num_elsewhere, k) / math.comb(num_experts, k)
-        width = d_model if info.experts is None else info.experts.dispatch_width(d_model)
-        elements += tokens * info.token_fraction * num_ranks * (1 - p_none) * width
-    return elements

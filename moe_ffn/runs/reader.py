@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn import notebook_cards
-from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.config.errors import ConfigError, first_line, reading
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_yaml
@@ -43,7 +44,6 @@ from moe_ffn.runs.folder import (
     check_has_weights,
     check_is_run,
     is_training,
-    reading,
     saved_config,
 )
 from moe_ffn.runs.identity import identity_of_weights
@@ -62,6 +62,13 @@ log = logging.getLogger(__name__)
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """Files that the page of a run shows."""
+
+IN_SUMMARY = {
+    "validation/loss": "validation_loss",
+    "validation/bits_per_byte": "validation_bits_per_byte",
+    "train/tokens_per_second": "tokens_per_second",
+}
+"""Column of the rows -> field of the summary with its final value."""
 
 State = Literal["waiting", "training", "interrupted", "finished"]
 
@@ -86,16 +93,13 @@ class SavedModel:
         count = sum(parameter.numel() for parameter in self.decoder.parameters())
         return f"SavedModel('{self.folder}', {count:,} parameters)"
 
-    def run(self, text: str | bytes, *, who: str = "text") -> DecoderOutput:
+    def run(self, text: str | bytes) -> DecoderOutput:
         """Return the decoder's output for a text as one sequence.
-
-        Args:
-            who: name of the text in errors, such as an option.
 
         Raises:
             ConfigError: the text has more tokens than a training sequence.
         """
-        ids = encode_text(self.tokenizer, text, self.decoder.max_seq_len, who)
+        ids = encode_text(self.tokenizer, text, self.decoder.max_seq_len, "text")
         with torch.no_grad():
             return self.decoder(torch.tensor([ids]))
 
@@ -199,15 +203,23 @@ class Run:
         """Return a column of `rows`; an empty series if it does not exist."""
         return self.rows.column(key)
 
+    def final(self, key: str) -> float | None:
+        """Return the final value of a key of `IN_SUMMARY`, or its last value if the run has not finished.
+
+        Returns NaN if the final value was not finite.
+        """
+        name = IN_SUMMARY[key]
+        if self.summary.has(name):
+            value = getattr(self.summary, name)
+            return math.nan if value is None else value
+        return self.series(key).last
+
     def option(self, path: str) -> Any:
         """Return an option by its dotted path, such as `model.ffn.type`; None if absent."""
         value: Any = self.options or self.facts.model_extra
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
-
-    def fact(self, key: str) -> Any:
-        return getattr(self.facts, key, None)
 
     @property
     def is_running(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import ConfigError, command, printable
+from moe_ffn.config.errors import ConfigError, command, printable, reading
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.files import (
@@ -39,7 +39,6 @@ from moe_ffn.runs.folder import (
     SUMMARY_FILE,
     TOKENIZER_FILE,
     git_revision,
-    reading,
 )
 from moe_ffn.runs.identity import RUN_ID, checkpoint_identity
 from moe_ffn.runs.json_files import CodeEntries, Facts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,10 +28,9 @@ LAUNCHER_VARIABLES = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WOR
 
 @dataclass(frozen=True)
 class Hardware:
-    """Device, number of processes and precision of a run."""
+    """Device, precision and processes of a run."""
 
     device: torch.device
-    num_ranks: int
     precision: str
     layout: Layout
     """Division of the model among the ranks."""
@@ -54,9 +53,9 @@ def find_mistakes(config: TrainConfig, *, is_new: bool = True) -> list[ConfigErr
     except ConfigError as mistake:
         return [mistake]
     return _collect(
-        partial(require_equal_shares, config.data.batch_size, hardware.num_ranks),
+        partial(require_equal_shares, config.data.batch_size, hardware.layout.num_ranks),
         partial(_check_precision, hardware),
-        partial(check_layout, config, hardware.num_ranks, hardware.precision),
+        partial(check_layout, config, hardware.layout.num_ranks, hardware.precision),
         partial(check_custom_parts, config, hardware.device),
         partial(_check_device, config, hardware.device.type),
     )
@@ -101,7 +100,7 @@ def find_hardware(config: TrainConfig) -> Hardware:
     check_number_of_processes(trainer.num_devices, trainer.num_nodes)
     device, num_ranks = trainer.strategy.root_device, trainer.world_size
     precision = resolve_precision(config.trainer.precision, device.type)
-    return Hardware(device, num_ranks, precision, _layout_of(config, num_ranks))
+    return Hardware(device, precision, _layout_of(config, num_ranks))
 
 
 # -- single checks
@@ -135,45 +134,40 @@ def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
         ConfigError: the model, the precision or the optimizer does not allow the layout.
     """
     layout = _layout_of(config, num_ranks)
-    if config.parallel is not None:
-        for problem in _problems_of_layout(config, layout, precision):
-            raise ConfigError(problem)
+    if config.parallel is None:
+        return layout
+    if layout.expert > 1:
+        if not config.model.router_infos():
+            raise ConfigError(
+                f"parallel.expert ({layout.expert}) divides the experts that a router chooses from, but no "
+                "layer has a router; use parallel.shard"
+            )
+        if unsupported := config.model.unsupported(UseCase(num_ranks=layout.expert)):
+            raise ConfigError(f"model.{unsupported}")
+    if layout.is_sharded and config.trainer.strategy != "auto":
+        raise ConfigError(
+            f"trainer.strategy ({config.trainer.strategy}) holds the whole model on each rank, but parallel "
+            "divides it; leave one of them out"
+        )
+    if layout.is_sharded and precision not in SHARDED_PRECISIONS:
+        raise ConfigError(
+            f"trainer.precision ({precision}) does not work with parallel.shard and parallel.expert; use one "
+            f"of {', '.join(SHARDED_PRECISIONS)}"
+        )
+    if layout.is_sharded and not config.optimizer.takes_shards:
+        raise ConfigError(
+            f"optimizer.type ({config.optimizer.type}) needs whole matrices, which parallel.shard and "
+            "parallel.expert divide; use adamw or muon"
+        )
+    if layout.expert > 1:
+        empty = config.model.build_empty(*config.data.text_sizes)
+        if reason := layout.unsupported_reason(empty):
+            raise ConfigError(reason)
     return layout
 
 
 def _layout_of(config: TrainConfig, num_ranks: int) -> Layout:
     return Layout(data=num_ranks) if config.parallel is None else config.parallel.layout(num_ranks)
-
-
-def _problems_of_layout(config: TrainConfig, layout: Layout, precision: str) -> Iterable[str]:
-    if layout.expert > 1:
-        if not config.model.router_infos():
-            yield (
-                f"parallel.expert ({layout.expert}) divides the experts that a router chooses from, but no "
-                "layer has a router; use parallel.shard"
-            )
-        if unsupported := config.model.unsupported(UseCase(num_ranks=layout.expert)):
-            yield f"model.{unsupported}"
-    if layout.is_sharded:
-        if config.trainer.strategy != "auto":
-            yield (
-                f"trainer.strategy ({config.trainer.strategy}) holds the whole model on each rank, but "
-                "parallel divides it; leave one of them out"
-            )
-        if precision not in SHARDED_PRECISIONS:
-            yield (
-                f"trainer.precision ({precision}) does not work with parallel.shard and parallel.expert; use "
-                f"one of {', '.join(SHARDED_PRECISIONS)}"
-            )
-        if not config.optimizer.takes_shards:
-            yield (
-                f"optimizer.type ({config.optimizer.type}) needs whole matrices, which parallel.shard and "
-                "parallel.expert divide; use adamw or muon"
-            )
-    if layout.expert > 1:
-        empty = config.model.build_empty(*config.data.text_sizes)
-        if reason := layout.unsupported_reason(empty):
-            yield reason
 
 
 def _check_device(config: TrainConfig, device: str) -> None:

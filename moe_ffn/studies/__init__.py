@@ -4,5 +4,5 @@ Plan       config.py (the file of a study), budget.py (cost of a run)
 Train      sweep.py (several runs at a time), timing.py (speed of the arms, in turns), which.py (a search)
 Read       gather.py (folders), result.py (one run as a value), differences.py (whether losses are comparable)
 Compare    comparison.py (arms), statistics.py (intervals and p-values)
-Fit        scaling_laws.py, isoflop.py, leverage.py, crossover.py
+Fit        scaling_laws.py, isoflop.py, curves.py
 """

@@ -10,13 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.config.trust import only_trusted_code
 from moe_ffn.config.yaml_files import validate
-from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.config import TrainConfig, block_of, value_in_words
 from moe_ffn.studies.result import RunResult
 
 UNCOMPARED = ("seed", "run", "data.cache_dir", "logging", "checkpoints", "sample")
@@ -82,38 +80,8 @@ def _type(options: Mapping[str, Any]) -> Any:
 
 
 def _describe(path: str, value: Any, options: Mapping[str, Any]) -> str:
-    if path == "model.ffn" and (block := block_of(options)):
-        return block
-    if isinstance(value, Mapping) and _type(value):
-        return str(_type(value))
-    return value if isinstance(value, str) else json.dumps(value, default=str, skipkeys=True)
-
-
-def block_of(options: Mapping[str, Any]) -> str:
-    """Describe the feed-forward block in the options of a run.
-
-    Empty if its class is in untrusted code, or if this version cannot read the options.
-    """
-    with suppress(ConfigError, KeyError), only_trusted_code(Path()):
-        ffn = validate(DecoderConfig, options["model"]).ffn
-        return ", ".join([ffn.describe(), *_non_default_options(ffn)])
-    return ""
-
-
-_SHOWN_ELSEWHERE = frozenset({"type", "num_experts", "k", "p", "d_ff", "backend"})
-"""Options of a block that its short description or its cost shows, and `backend`, which changes no result."""
-
-
-def _non_default_options(config: Config, prefix: str = "") -> Iterator[str]:
-    """Yield the options without their default value, as `router.scale 0.25`."""
-    for name, option in type(config).model_fields.items():
-        value, path = getattr(config, name), f"{prefix}{name}"
-        default = option.get_default(call_default_factory=True, validated_data={})
-        if isinstance(value, Config) and isinstance(default, Config):
-            yield from _non_default_options(value, f"{path}.")
-        elif name not in _SHOWN_ELSEWHERE and value != default:
-            plain = value.to_dict() if isinstance(value, Config) else value
-            yield f"{path} {_describe(path, plain, {})}"
+    block = block_of(options.get("model")) if path == "model.ffn" else ""
+    return block or value_in_words(value)
 
 
 def identity(result: RunResult) -> str:

@@ -15,11 +15,11 @@ from typing import Any, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_ffn.config.errors import ConfigError, explain
+from moe_ffn.config.errors import ConfigError, explain, reading
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.files import read_bytes, write_atomically
 from moe_ffn.model.decoder import is_inner
-from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, reading
+from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE
 from moe_ffn.runs.json_files import finite
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
@@ -149,13 +149,6 @@ class RunResult(_Value):
         seconds = run.series(TRAIN_SECONDS)
         step_seconds = _median(run.series(STEP_SECONDS).values)
         speed = tokens_per_step / step_seconds if step_seconds else summary.tokens_per_second
-        # In a summary null means not finite; an unfinished run has only log rows.
-        last = {
-            key: getattr(summary, f"validation_{key}")
-            if summary
-            else run.series(f"validation/{key}").last
-            for key in ("loss", "bits_per_byte")
-        }
         loads = [values.get("load") or [] for values in run.validated.values()]
         return cls(
             arm=arm,
@@ -169,8 +162,8 @@ class RunResult(_Value):
             outcome=Outcome(
                 is_finished=run.state == "finished",
                 step=step,
-                validation_loss=_rounded(last["loss"]),
-                bits_per_byte=_rounded(last["bits_per_byte"]),
+                validation_loss=_rounded(run.final(VALIDATION_LOSS)),
+                bits_per_byte=_rounded(run.final(BITS_PER_BYTE)),
                 ngram_loss=_rounded(summary.ngram_loss),
                 step_seconds=_rounded(step_seconds, 6),
                 tokens_per_second=_rounded(speed, 1),

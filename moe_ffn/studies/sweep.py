@@ -19,7 +19,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
-from moe_ffn.config.errors import ConfigError, first_line, printable, show
+from moe_ffn.config.errors import ConfigError, explaining, first_line, printable, show
 from moe_ffn.config.option_tree import differences
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
@@ -44,9 +44,7 @@ UNFINISHED_FOLDER = "unfinished"
 """Subfolder of a study with unfinished runs whose options the study has changed since."""
 
 _TAIL_BYTES, _TAIL_LINES = 100_000, 10
-_SECONDS_BETWEEN_READS = 1.0
-"""Minimum time between two reads of a run's files."""
-_SECONDS_BETWEEN_POLLS = 0.2
+_SECONDS_BETWEEN_POLLS = 0.5
 _SECONDS_BETWEEN_LINES = 60.0
 """Maximum time without a line while runs are trained."""
 
@@ -94,7 +92,7 @@ def has_begun(config: TrainConfig) -> bool:
         if not _differences(folder, config):
             return True
     moved = folder.parent / UNFINISHED_FOLDER / f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    with run_folder.locked(folder), run_folder.explaining(f"'{moved}' cannot be written"):
+    with run_folder.locked(folder), explaining(f"'{moved}' cannot be written"):
         make_folder(moved.parent)
         folder.rename(moved)
     print(f"{folder.name}: an unfinished run with other options was moved to {moved}")
@@ -138,7 +136,7 @@ class Job:
         self.process: Popen[bytes] | None = None
         """None before the process starts."""
         self._started_at = 0.0
-        self._step, self._step_read_at = 0, 0.0
+        self._step = 0
 
     @property
     def name(self) -> str:
@@ -172,7 +170,7 @@ class Job:
         Raises:
             ConfigError: the folder holds another run, or a file cannot be written.
         """
-        with run_folder.explaining(f"'{self.log}' cannot be written"):
+        with explaining(f"'{self.log}' cannot be written"):
             make_folder(self.log.parent)
             log = open_file(self.log, "ab")
         with log:
@@ -189,7 +187,7 @@ class Job:
                 "OMP_NUM_THREADS": str(num_threads),
                 "WANDB_RUN_GROUP": self.run.folder.parent.name,
             }
-            with run_folder.explaining("its process cannot be started", "give fewer --jobs"):
+            with explaining("its process cannot be started", "give fewer --jobs"):
                 self.process = Popen(
                     training_command(self.run, is_begun, trust_code),
                     stdin=DEVNULL,
@@ -232,10 +230,7 @@ class Job:
         """Last optimizer step in the run's log."""
         if self.state == "finished":
             return self.max_steps
-        now = time.monotonic()
-        is_outdated = now - self._step_read_at > _SECONDS_BETWEEN_READS
-        if is_outdated and self.state in ("training", "elsewhere"):
-            self._step_read_at = now
+        if self.state in ("training", "elsewhere"):
             self._step = max(self._step, self._last_step())
         return self._step
 
@@ -256,11 +251,8 @@ def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[
     command = program_command("train")
     if is_begun:
         return [*command, "--resume", str(run.folder), *([FLAG] if trust_code else [])]
-    options = run.config.to_dict()
-    return [
-        *command,
-        *(word for key in options for word in (f"--{key}", _yaml_compatible_json(options[key]))),
-    ]
+    options = {key: _yaml_compatible_json(value) for key, value in run.config.to_dict().items()}
+    return [*command, *(word for key, value in options.items() for word in (f"--{key}", value))]
 
 
 def _yaml_compatible_json(value: Any) -> str:
@@ -312,7 +304,7 @@ class Sweep:
             job.update_state()
         self.num_to_train = len(self.jobs_in("waiting"))
         self._num_started = 0
-        self._began_at = self._others_checked_at = time.monotonic()
+        self._began_at = time.monotonic()
 
     def jobs_in(self, *states: State) -> list[Job]:
         return [job for job in self.jobs if job.state in states]
@@ -347,12 +339,9 @@ class Sweep:
         for job in self.jobs_in("training"):
             if job.has_ended():
                 yield from self._ended(job)
-        now = time.monotonic()
-        if now - self._others_checked_at > _SECONDS_BETWEEN_READS:
-            self._others_checked_at = now
-            for job in self.jobs_in("elsewhere"):
-                job.state = "waiting"
-                yield from self._start(job, was_elsewhere=True)
+        for job in self.jobs_in("elsewhere"):
+            job.state = "waiting"
+            yield from self._start(job, was_elsewhere=True)
         for job in self.jobs_in("waiting"):
             if len(self.jobs_in("training")) < self.num_at_once:
                 yield from self._start(job)
@@ -438,6 +427,6 @@ def write_study(study: StudyConfig, folder: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    with run_folder.explaining(f"'{folder / STUDY_FILE}' cannot be written"):
+    with explaining(f"'{folder / STUDY_FILE}' cannot be written"):
         make_folder(folder)
         write_atomically(folder / STUDY_FILE, to_yaml(study))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.report import page
-from moe_ffn.report.page import stamp_of, watch
+from moe_ffn.report.page import watch
 from moe_ffn.report.plots import share_script
 from tests.helpers.synthetic_run import age, write_run
 from tests.helpers.tiny_runs import Finished, run_here
@@ -149,20 +148,6 @@ def test_who_follows_an_interrupted_run_is_told_so(program: Program) -> None:
     assert said[-1] == "run was interrupted: page.html"
 
 
-def test_an_unchanged_run_is_not_written_again(program: Program) -> None:
-    run = dense(Path("run"), is_finished=False)
-    times = []
-
-    def look(_seconds: float) -> None:
-        times.append((run / "report.html").stat().st_mtime_ns)
-        if len(times) == 3:
-            raise KeyboardInterrupt
-
-    watch([run], run / "report.html", 7, lambda _: None, look)
-
-    assert len(set(times)) == 1
-
-
 def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     dense(Path("run"), is_finished=False)
 
@@ -175,24 +160,6 @@ def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.M
     said = "run/report.html is kept current; press Ctrl-C to stop\nstopped: run/report.html\n"
     assert program("--watch", "run") == (0, said, "")
     assert not reloads(Path("run/report.html"))
-
-
-@pytest.mark.parametrize("what", ["its size alone", "its time alone", "it is gone"])
-def test_a_change_of_any_file_of_the_page_is_seen(tmp_path: Path, what: str) -> None:
-    """Two rows may be written within one tick of a coarse clock."""
-    runs = [write_run(tmp_path / name, experts=0) for name in ("a", "b")]
-    before, path = stamp_of(runs), runs[1] / "metrics.jsonl"
-    assert stamp_of(runs) == before
-    written = path.stat().st_mtime_ns
-    if what == "it is gone":
-        path.unlink()
-    elif what == "its size alone":
-        path.write_text(f"{path.read_text()}[")
-        os.utime(path, ns=(written, written))
-    else:
-        os.utime(path, ns=(written, written + 10**9))
-
-    assert stamp_of(runs) != before
 
 
 def test_who_knows_that_a_run_has_ended_need_not_wait_for_its_silence(program: Program) -> None:

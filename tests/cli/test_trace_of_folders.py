@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moe_ffn
+from moe_ffn.cli.trace import trace_folder
 from moe_ffn.data.tokenizer import BytesConfig
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.generate import generate
-from moe_ffn.report.trace import trace_text
 from moe_ffn.runs.reader import load_model
 from tests.helpers import theirs
 from tests.helpers.tiny_runs import Finished, run_here, trained
@@ -182,8 +182,8 @@ def test_the_trace_has_the_experts_of_every_token(length: int) -> None:
         LENGTH + 1, 7 + length
     )  # beyond the context, each is the last of what the model saw
     tokens = [
-        *trace_text(trained(), written[:LENGTH]).tokens,
-        *(trace_text(trained(), written[end - LENGTH : end]).tokens[-1] for end in ends),
+        *trace_folder(trained(), written[:LENGTH]).tokens,
+        *(trace_folder(trained(), written[end - LENGTH : end]).tokens[-1] for end in ends),
     ]
     assert len(rows) == 6 + length
     for row, token in zip(rows, tokens, strict=True):

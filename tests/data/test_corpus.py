@@ -92,7 +92,6 @@ class TestText:
         [
             ("x.txt", r"'x\.txt' does not exist, .* \(looked in '.*'\); check the spelling"),
             ("*.tex", r"'\*\.tex' matches no file; '\*\*' searches folders within folders"),
-            ("~\0", r"'~\\x00' contains a NUL character"),
             ("a\nb", r"'a\\nb' is a text of several lines; give a file with this text"),
             ("image.png", r"'image\.png' is not UTF-8 text; convert it to UTF-8 or leave it out"),
             ("utf16.txt", r"'utf16\.txt' is not UTF-8 text"),

@@ -12,11 +12,10 @@ from unittest.mock import patch
 
 import pytest
 
-from moe_ffn.cli.audit import page as audit_page
 from moe_ffn.interop.audit import AuditReport, Finding
 from moe_ffn.report import figures
 from moe_ffn.report.drawing import LIGHT
-from moe_ffn.report.html import TEMPLATES
+from moe_ffn.report.html import TEMPLATES, render
 from moe_ffn.report.inspect import inspect_model
 from moe_ffn.report.inspect.page import inspection_html
 from moe_ffn.report.page import report_html
@@ -73,7 +72,7 @@ def html_of(kind: str, folder: Path) -> str:
             ),
             "trace": lambda: page(trace),
             "figures": lambda: figures_page("Figures", [figures.curve(run, "loss")]),
-            "audit": lambda: audit_page(AUDIT, "a"),
+            "audit": lambda: render("audit.html", report=AUDIT, target="a"),
         }[kind]()
 
 

@@ -26,7 +26,8 @@ def test_the_head_of_a_page(folder: Path, page: Written) -> None:
 
     assert "<title>moe</title>" in page.html
     for said in (
-        "finished , step 600 of 600 · moe, 8 experts, top_k k = 2 · 4 layers of width 128",
+        "finished , step 600 of 600 · moe, 8 experts (swiglu), top_k k=2, capacity.factor 1.25 · "
+        "4 layers of width 128",
         f"validation loss {summary['validation_loss']:.4f} nats per token",
         f"bits per byte {summary['validation_bits_per_byte']:.4f}",
         f"unigram model 3.0800 loss is {below:.4f} below it ({below / 3.08:.0%})",

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.studies.crossover import Point, crossover, loss_by_flops
+from moe_ffn.studies.curves import Point, crossover, flops_at, leverage, loss_by_flops
 from moe_ffn.studies.isoflop import IsoFlop, fit_isoflop, fit_parabola
-from moe_ffn.studies.leverage import flops_at, leverage
 from tests.helpers.results import make_result
 from tests.studies.test_statistics import noisy
 

@@ -10,23 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
-from moe_ffn.ffn.base import prefix_names
 from moe_ffn.ffn.networks import memories
-from moe_ffn.model.decoder import Block, Decoder, layer_name
+from moe_ffn.model.decoder import Block, Decoder, layer_number
 from moe_ffn.outputs import FFNOutput
-from moe_ffn.report.expert_tokens import Assignment, RoutedText, add_batch
+from moe_ffn.report.expert_tokens import Assignment, RoutedText, route_windows
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.experts import Agreement, Attribute
 from moe_ffn.report.inspect.text import TokenizedText
 from moe_ffn.report.inspect.units import LayerUnits, TopInputs, layer_units
 from moe_ffn.runs.reader import Run
-
-BATCH_TOKENS = 4096
 
 TOP_K = 10
 """Number of strongest inputs stored for each unit."""
@@ -131,22 +127,20 @@ def inspect_model(
     )
 
 
-@torch.no_grad()
 def observe(
     decoder: Decoder, text: TokenizedText, layers: Sequence[int]
 ) -> tuple[dict[int, dict[str, TopInputs]], dict[str, Assignment]]:
     """Run the windows of a text; return each layer's top inputs by network, and the routers' choices."""
     networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}
-    assignments: dict[str, Assignment] = {}
-    infos = decoder.config.router_infos()
-    first = 0
 
     def hook_of(layer: int) -> Callable[..., None]:
+        first = 0
+
         def hook(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
+            nonlocal first
             for memory in memories(cast("FFNBlock", ffn), *args):
                 networks[layer].setdefault(memory.name, TopInputs(TOP_K)).add(memory, first)
-            routings = prefix_names(layer_name(layer), output.routings)
-            add_batch(assignments, routings, infos, first, len(text))
+            first += output.hidden[..., 0].numel()
 
         return hook
 
@@ -155,11 +149,8 @@ def observe(
         for layer in layers
     ]
     try:
-        windows = torch.from_numpy(text.windows)
-        for batch in windows.split(max(BATCH_TOKENS // text.seq_len, 1)):
-            decoder(batch.to(decoder.embedding.weight.device))
-            first += batch.numel()
+        assignments = route_windows(decoder, text.windows)
     finally:
         for handle in handles:
             handle.remove()
-    return networks, assignments
+    return networks, {n: found for n, found in assignments.items() if layer_number(n) in layers}

@@ -129,6 +129,11 @@ class LayerUnits:
         return _mean(self.explained[kind][self.judged_U])
 
     @property
+    def unexplained(self) -> float:
+        """Share of the judged units that no kind explains; nan if no unit is judged."""
+        return _mean((self.kind_U == "none")[self.judged_U])
+
+    @property
     def kind_U(self) -> np.ndarray:
         """Return the first of KINDS that explains each unit, or `none`."""
         kinds = np.full(len(self), "none", dtype=object)

@@ -18,9 +18,17 @@ from moe_ffn.report.studies.markdown import markdown_table, with_interval
 from moe_ffn.runs.json_files import finite
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.studies.crossover import Point, crossover, gaps, loss_by_flops
+from moe_ffn.studies.curves import (
+    LEVERAGE_LIMITS,
+    Curve,
+    Leverage,
+    Point,
+    crossover,
+    gaps,
+    leverage,
+    loss_by_flops,
+)
 from moe_ffn.studies.isoflop import Parabola, fit_isoflop, fit_parabola
-from moe_ffn.studies.leverage import LEVERAGE_LIMITS, Curve, Leverage, leverage
 from moe_ffn.studies.result import RunResult
 from moe_ffn.studies.scaling_laws import CLARK, E_MAX, E_START, Law, fit, power_law
 from moe_ffn.studies.statistics import mean_interval

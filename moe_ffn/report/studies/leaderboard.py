@@ -7,61 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.files import read_object
-from moe_ffn.report.html import NONE, compact, number
+from moe_ffn.report.html import NONE, compact, number, render
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table, with_interval
 from moe_ffn.studies.comparison import Arm, Comparison, beside_ngrams, p_text
 from moe_ffn.studies.differences import VALIDATION_OPTIONS, identity
 from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import MIN_SEEDS, SIGNIFICANT, Interval, paired_differences
-
-_NOTES = f"""\
-**One budget** is the same corpus, tokenizer, validation windows and sequence length, and tokens and FLOPs
-per token that agree within {MAX_MISMATCH:.0%}. Optimizer, learning rate and width belong to an arm.
-Tuning runs and runs that start from a trained model or learn from one are left out.
-
-- **dense**: a block whose parameters are all used by every token, also a single expert. The *dense
-  baseline* has the lowest mean loss of those with {MIN_SEEDS} seeds or more; the best of several is a
-  strong baseline.
-- **loss**: final validation loss, nats per token, with its 95 % interval over seeds. With one seed the
-  interval is over validation windows and does not cover other seeds; with two there is none.
-- **minus dense**: mean difference from the dense baseline in the seeds that both have. \\* marks p <
-  {SIGNIFICANT} over seeds, after Holm's correction for all arms of the table. Code revisions may differ.
-- **params, active, FLOPs**: of the whole model; a token uses the active ones; FLOPs of a forward pass per
-  token.
-- **tokens/s**: timed apart from the runs; in brackets relative to the best dense block of the same study,
-  timed in the same session. Compare only these ratios: sessions differ in machine and load. A dash: not
-  timed.
-- **memory**: peak of the whole process on a CPU, or of its tensors on a GPU; mean over the seeds.
-- **speed-up**: the baseline's training FLOPs, or seconds, over those in which the arm reaches the
-  baseline's final loss. Seconds follow from the ratio in brackets. Where that dense block is a single
-  expert, which is slower than the block alone (see `base`), they make mixtures look faster than they are.
-  An arm's schedule is not over when it reaches that loss: a run planned to be this short would do better."""
-
-_ADD_A_ROW = f"""\
-## Add a row
-
-1. Write `configs/studies/NAME.yaml`, as in [Run a study](howto/study.md). To join a table, keep its corpus,
-   tokenizer, `data` options and tokens, and match its FLOPs: `d_ff: {{match: flops_per_token, of: swiglu}}`.
-   Most arms have the seeds 0 to 4; differences need shared seeds.
-2. Train, time the arms in turns, and add the results to `docs/studies/NAME`:
-
-   ```bash
-   {command("sweep")} --config configs/studies/NAME.yaml
-   {command("sweep")} --config configs/studies/NAME.yaml --time
-   {command("study_page")} configs/studies/NAME.yaml --runs runs/NAME
-   ```
-
-3. Write this page again:
-
-   ```bash
-   {command("study_page")} --leaderboard docs/leaderboard.md
-   ```
-
-With a dense arm in the study, its other arms get a ratio of tokens per second."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +130,33 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
     left_out.subtract(_study(arm) for board in boards for arm in board.arms)
     alone = _listed(f"{count} of {study}" for study, count in left_out.items() if count)
     machines = _listed(f"{machine} ({_listed(studies)})" for machine, studies in timed_on.items())
-    facts = f"Left out, because no dense arm or no other arm has their budget: {alone}. Timed on: {machines}."
-    tables = [f"## {board.title}\n\n{_table(board, links)}" for board in boards]
-    blocks = ["# Leaderboard", _head(boards), _summary(boards, links), _NOTES, facts, *tables]
-    return "\n\n".join([*blocks, _ADD_A_ROW]) + "\n"
+    sparse = [board for board in boards if not _is_dense(board.winner)]
+    claimed = [b for b in sparse if b.winner.difference and b.winner.difference.is_claimed]
+    timed = [ratio for b in sparse if (ratio := b.seconds_speed_up(b.winner))]
+    budgets = [arm.budget for board in boards for arm in board.arms]
+    every_run = [run for board in boards for arm in board.arms for run in arm.results]
+    active, tokens = (
+        f"{compact(min(values))} to {compact(max(values))}"
+        for values in ([b.model.active_params for b in budgets], [b.tokens for b in budgets])
+    )
+    return render(
+        "leaderboard.md",
+        boards=boards,
+        sparse=sparse,
+        num_claimed=len(claimed),
+        num_sooner=sum(ratio > 1 for ratio in timed),
+        num_timed=len(timed),
+        active=active,
+        tokens=tokens,
+        beside_ngrams=beside_ngrams(every_run),
+        summary=_summary(boards, links),
+        tables=[(board, _table(board, links)) for board in boards],
+        alone=alone,
+        machines=machines,
+        MAX_MISMATCH=MAX_MISMATCH,
+        MIN_SEEDS=MIN_SEEDS,
+        SIGNIFICANT=SIGNIFICANT,
+    )
 
 
 _WORDS = {"d_model": "width {}", "max_steps": "{} steps"}
@@ -253,29 +231,6 @@ def _study(arm: Arm) -> str:
 
 
 # -- parts of the page
-
-
-def _head(boards: Sequence[Board]) -> str:
-    sparse = [board for board in boards if not _is_dense(board.winner)]
-    claimed = [b for b in sparse if b.winner.difference and b.winner.difference.is_claimed]
-    timed = [ratio for b in sparse if (ratio := b.seconds_speed_up(b.winner))]
-    budgets = [arm.budget for board in boards for arm in board.arms]
-    active, tokens = (
-        f"{compact(min(values))} to {compact(max(values))}"
-        for values in ([b.model.active_params for b in budgets], [b.tokens for b in budgets])
-    )
-    runs = [run for board in boards for arm in board.arms for run in arm.results]
-    return (
-        f"**A sparse block has the lowest loss at {len(sparse)} of {len(boards)} budgets**, at "
-        f"{len(claimed)} of them significantly below the best dense block (p < {SIGNIFICANT} over seeds, "
-        f"corrected). In seconds, {sum(ratio > 1 for ratio in timed)} of the {len(timed)} winners that were "
-        f"timed reach that block's loss sooner. All models are small: {active} active parameters, {tokens} "
-        f"tokens. {beside_ngrams(runs)}\n\n"
-        "Each row names the block that wins a budget. *Minus dense* is in nats per token: negative is better "
-        "than the best dense block. *Speed-up, FLOPs* is how many times fewer training FLOPs the winner "
-        "needs to reach the final loss of that dense block. *Speed-up, seconds* is the same in time: below 1 "
-        "the winner is slower, and a dash was not timed."
-    )
 
 
 def _summary(boards: Sequence[Board], links: Mapping[str, str]) -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError, explaining
 from moe_ffn.files import read_text, write_atomically
-from moe_ffn.report.html import NONE, compact, write_page
+from moe_ffn.report.html import NONE, compact, render, write_page
 from moe_ffn.report.plots import figures_page, shared_script
 from moe_ffn.report.studies.arm_figures import axes_of, differences, frontier, losses, tuning
 from moe_ffn.report.studies.comparison_tables import markdown, tables, tuning_tables
@@ -30,10 +30,9 @@ from moe_ffn.report.studies.fits import (
     without_seeds,
 )
 from moe_ffn.report.studies.markdown import markdown_row, markdown_table
-from moe_ffn.runs.folder import explaining
+from moe_ffn.runs.config import block_of
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.studies.differences import block_of
 from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
 
@@ -121,30 +120,40 @@ def study_page(
     arms = comparison.arms
     fitted = without_seeds(arms)
     page = StudyPage(study.name, study.figures)
-    sections: dict[str, Sequence[str]] = {
-        "": _head(study, comparison),
-        "Design": _design(comparison),
-        "Result": _result(page, study, comparison),
-        "Loss by the FLOPs of all training": loss_by_all_flops(page.image, study, arms),
-        "Tuning": _tuning(page, comparison),
-        **{
-            title: [*section(page.image, study, fitted), "" if fitted is arms else _CENTRED]
-            for title, section in map(FITS.__getitem__, study.fit)
-        },
-        "What would change our mind": [study.would_change_our_mind.strip()],
-        "What this does not show": [_limits(arms)],
-        "How it was made": _machine(
-            page, own_results, file or f"configs/studies/{study.name}.yaml"
-        ),
+    result = _result(page, study, comparison)
+    all_flops = loss_by_all_flops(page.image, study, arms)
+    tuned = _tuning(page, comparison)
+    fits = {
+        title: [*section(page.image, study, fitted), "" if fitted is arms else _CENTRED]
+        for title, section in map(FITS.__getitem__, study.fit)
     }
     drawn = [f"{name}.svg" for name in page.figures]
     if absent := set(study.figures) - {*drawn}:
         raise ConfigError(f"figures: {min(absent)} is not drawn; there are {', '.join(drawn)}")
-    blocks: list[str] = []
-    for title, section in sections.items():
-        if paragraphs := [*filter(None, section)]:
-            blocks += [f"## {title}", *paragraphs] if title else paragraphs
-    page.markdown = "\n\n".join(blocks) + "\n"
+    compared = [run for arm in arms for run in arm.results]
+    initial_models = {run.option("init_from") for run in own_results} - {None}
+    page.markdown = render(
+        "study.md",
+        study=study,
+        arms=arms,
+        baseline=comparison.baseline,
+        beside_ngrams=comparison.beside_ngrams,
+        same=_same(compared),
+        design=_design(comparison),
+        pairing=_pairing([arm.results[0] for arm in arms]),
+        result=result,
+        all_flops=all_flops,
+        tuning=tuned,
+        fits=fits,
+        sizes=_range(run.budget.model.params for run in compared),
+        tokens=_range(run.budget.tokens for run in compared),
+        file=file or f"configs/studies/{study.name}.yaml",
+        needs_model=any(not m.startswith(f"runs/{study.name}/") for m in initial_models),
+        facts=_facts(own_results),
+        figures=page.figures,
+        RESULTS_FILE=RESULTS_FILE,
+        FIGURES_FILE=FIGURES_FILE,
+    )
     answer = study.answer.strip() or _short_verdict(comparison)
     question = f"[{study.question.strip() or study.name}]({study.name}.md)"
     page.summary = markdown_row([question, re.split(r"(?<=\.)\s", answer)[0]])
@@ -160,18 +169,7 @@ def _short_verdict(comparison: Comparison) -> str:
 # -- sections
 
 
-def _head(study: StudyConfig, comparison: Comparison) -> Paragraphs:
-    answer, published = study.answer.strip(), study.published.strip()
-    return [
-        f"# {study.question.strip() or study.name}",
-        f"**{answer}**" if answer else "",
-        comparison.beside_ngrams,
-        f"Published: {published}" if published else "",
-    ]
-
-
-def _design(comparison: Comparison) -> Paragraphs:
-    arms = comparison.arms
+def _design(comparison: Comparison) -> str:
 
     def cost(arm: Arm, part: str, key: str) -> str:
         value, base = (
@@ -184,7 +182,7 @@ def _design(comparison: Comparison) -> Paragraphs:
         [
             arm.name,
             ", ".join(f"`{line}`" for line in arm.differs)
-            or block_of(arm.results[0].config)
+            or block_of(arm.results[0].config.get("model"))
             or NONE,
             cost(arm, "ffn", "params"),
             cost(arm, "ffn", "active_params"),
@@ -193,31 +191,10 @@ def _design(comparison: Comparison) -> Paragraphs:
             compact(arm.budget.tokens),
             ", ".join(map(str, arm.seeds)),
         ]
-        for arm in arms
+        for arm in comparison.arms
     ]
     head = "arm|what differs|FFN params|FFN active|FFN FLOPs/token|model FLOPs/token|tokens|seeds"
-    same = _same(
-        [run for arm in arms for run in arm.results],
-        {
-            "corpus": "data.corpus.type",
-            "d_model": "model.d_model",
-            "layers": "model.num_layers",
-            "tokenizer": "data.tokenizer.type",
-            "vocabulary": "data.tokenizer.vocab_size",
-            "sequence length": "data.seq_len",
-            "batch size": "data.batch_size",
-            "steps": "trainer.max_steps",
-            "optimizer": "optimizer.type",
-            "learning rate": "optimizer.learning_rate",
-        },
-    )
-    reference = f"Percentages are relative to {comparison.baseline}. " if len(arms) > 1 else ""
-    note = (
-        f"{reference}FLOPs are for the forward pass; training takes three times as many. "
-        f"{_pairing([arm.results[0] for arm in arms])}"
-    ).rstrip()
-    table = markdown_table(head.split("|"), rows, num_texts=2)
-    return [f"All runs: {same}." if same else "", table, note]
+    return markdown_table(head.split("|"), rows, num_texts=2)
 
 
 def _pairing(runs: Sequence[RunResult]) -> str:
@@ -234,10 +211,25 @@ def _pairing(runs: Sequence[RunResult]) -> str:
     return f"Within a seed all arms {' and '.join(shared)}." if shared else ""
 
 
-def _same(runs: Sequence[RunResult], options: Mapping[str, str]) -> str:
+_SHARED_OPTIONS = {
+    "corpus": "data.corpus.type",
+    "d_model": "model.d_model",
+    "layers": "model.num_layers",
+    "tokenizer": "data.tokenizer.type",
+    "vocabulary": "data.tokenizer.vocab_size",
+    "sequence length": "data.seq_len",
+    "batch size": "data.batch_size",
+    "steps": "trainer.max_steps",
+    "optimizer": "optimizer.type",
+    "learning rate": "optimizer.learning_rate",
+}
+"""Name -> option that the page shows if all runs share it."""
+
+
+def _same(runs: Sequence[RunResult]) -> str:
     """Return the options that all runs share, as `d_model 64, layers 4`."""
     shared: list[str] = []
-    for name, path in options.items():
+    for name, path in _SHARED_OPTIONS.items():
         values = {run.option(path) for run in runs}
         if len(values) == 1 and (value := values.pop()) is not None:
             shared.append(f"{name} {value}")
@@ -297,18 +289,8 @@ def _tuning(page: StudyPage, comparison: Comparison) -> Paragraphs:
     return parts
 
 
-def _limits(arms: Sequence[Arm]) -> str:
-    runs = [run for arm in arms for run in arm.results]
-    sizes = _range(run.budget.model.params for run in runs)
-    tokens = _range(run.budget.tokens for run in runs)
-    return (
-        f"Models of {sizes} parameters, trained on {tokens} tokens of one corpus: at other sizes, on other "
-        "text and in longer training the order may change. The intervals cover only seeds, not other "
-        "corpora or learning rates that were not tried."
-    )
-
-
-def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Paragraphs:
+def _facts(runs: Sequence[RunResult]) -> str:
+    """Return a table of the number of runs, their machines and their time."""
     facts = {
         "processor": "processor",
         "num_cpus": "cores",
@@ -333,23 +315,7 @@ def _machine(page: StudyPage, runs: Sequence[RunResult], file: str) -> Paragraph
         total = sum(filter(None, seconds))
         time = f"{total / 3600:.1f} hours" if total >= 3600 else f"{total / 60:.0f} minutes"
         rows.append(["training", f"{time} in all"])
-    commands = (
-        f"```bash\n{command('sweep')} --config {file}\n"
-        f"{command('study_page')} {file} --runs runs/{page.name}\n```"
-    )
-    initial_models = {run.option("init_from") for run in runs} - {None}
-    first_step = (
-        "First run the commands that make the model of `init_from`; they are in the study's YAML file."
-        if any(not model.startswith(f"runs/{page.name}/") for model in initial_models)
-        else ""
-    )
-    table = f"{page.name}/{RESULTS_FILE}"
-    results = (
-        f"Each run is a line of [{table}]({table}): config, budget, curves. Without `--runs`, the second "
-        f"command makes this page from that file, and `{page.name}/{FIGURES_FILE}` with all figures: "
-        f"{', '.join(page.figures)}."
-    )
-    return [commands, first_step, markdown_table(["fact", "value"], rows), results]
+    return markdown_table(["fact", "value"], rows)
 
 
 def _range(values: Iterable[int]) -> str:
