@@ -13,7 +13,7 @@ import torch
 from moe_ffn import ConfigError
 from moe_ffn.data.tokenizer import BPETokenizer, BytesTokenizer, train_bpe
 from moe_ffn.weights import export_gguf
-from tests.weights.test_to_transformers import ATTENTION, HEAD_NORMS, OURS, decoder_of, moe
+from tests.weights.test_to_transformers import ATTENTION, HEAD_NORMS, decoder_of, moe
 
 TEXT = b"the cat sat on the mat, the cat sat" * 9
 
@@ -50,10 +50,6 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "window": (
         {"attention": {**ATTENTION, "window": 7}},
         "llama.cpp requires attention.window: null in mistral; train with that",
-    ),
-    "latent": (
-        OURS["latent"][0],
-        "deepseek_v3 is not written as a .gguf file; write a folder for llama.cpp's converter",
     ),
 }
 

@@ -52,6 +52,12 @@ def moe(**options: Any) -> dict[str, Any]:
     return block
 
 
+CLAMPED = moe(
+    num_experts=6,
+    router={"type": "top_k", "softmax": "after", "bias": True},
+    experts={"type": "clamped_swiglu", "d_ff": 24, "bias": True, "alpha": 1.5, "limit": 2.0},
+)
+SINKS = {**ATTENTION, "head_dim": 12, "bias": True, "sinks": True}
 ROUTED_BY_SIGMOID = moe(router=SIGMOID, shared_expert={"type": "swiglu", "d_ff": 48})
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_seq_len": 12}
 YARN = {"type": "yarn", "factor": 4.0, "original_seq_len": 12}
@@ -145,6 +151,13 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "sigmoid, heads normalised": (
         {"attention": {**ATTENTION, "norm_qk": "head"}, "ffn": ROUTED_BY_SIGMOID}, "dots1", ""
+    ),
+    "sinks": (
+        {
+            "attention": {**SINKS, "window": 7, "window_at": "1:"}, "ffn": CLAMPED,
+            "positions": {"type": "rope", "scaling": YARN},
+        },
+        "gpt_oss", "",
     ),
     "window": (
         {"attention": {**ATTENTION, "window": 7}}, "mistral", "",
@@ -244,7 +257,7 @@ TEXT = """def café(x_1):
     "model",
     [
         *("dense", "qkv", "norms", "renormalised", "heads normalised", "all normalised"),
-        *("default", "latent", "sigmoid", "sigmoid, heads normalised", "window"),
+        *("default", "latent", "sigmoid", "sigmoid, heads normalised", "window", "sinks"),
     ],
 )
 def test_the_tokenizer_goes_along(model: str, kind: str, tmp_path: Path) -> None:
@@ -328,6 +341,32 @@ FOLDED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         {**OURS["latent"][0], "scale_embeddings": True},
         "deepseek_v3", ("scale_embeddings", "tie_embeddings"),
     ),
+    "deepseek without a correction bias": (
+        {"attention": LATENT, "ffn": moe(router={**SIGMOID, "correction_bias": False})},
+        "deepseek_v3", ("ffn.router.correction_bias", "ffn.shared_expert", "tie_embeddings"),
+    ),
+    "dots1 without a correction bias": (
+        {
+            "attention": {**ATTENTION, "norm_qk": "head"},
+            "ffn": {**ROUTED_BY_SIGMOID, "router": {**SIGMOID, "correction_bias": False}},
+        },
+        "dots1", ("ffn.router.correction_bias", "tie_embeddings"),
+    ),
+    "glm without a shared expert": (
+        {"attention": {**ATTENTION, "bias": "qkv"}, "ffn": moe(router={**SIGMOID, "correction_bias": False})},
+        "glm4_moe", ("ffn.router.correction_bias", "ffn.shared_expert", "tie_embeddings"),
+    ),
+    "gpt-oss without biases": (
+        {
+            "attention": {**SINKS, "bias": "qkv"},
+            "ffn": {
+                **CLAMPED,
+                "router": {"type": "top_k", "renormalize": True},
+                "experts": {"type": "clamped_swiglu", "d_ff": 24},
+            },
+        },
+        "gpt_oss", ("attention.bias", "ffn.router.bias", "ffn.experts.bias", "tie_embeddings"),
+    ),
     "head norms with biases": (
         {"attention": {**ATTENTION, "norm_qk": "head", "bias": "qkv"}}, "qwen3", ("attention.bias",),
     ),
@@ -346,7 +385,7 @@ def test_options_that_an_architecture_lacks_are_folded_into_the_weights(
     rewritten = {
         note.split(":")[0]
         for note in export.notes
-        if not re.search(" has | only in |require", note)
+        if not re.search(" has | only (in|with) |require", note)
     }
     assert rewritten == set(folded), export.notes
     ours = logits(decoder)
@@ -423,6 +462,34 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], str]] = {
         {"attention": {"num_heads": 4, "norm_qk": "head", "bias": True}, "ffn": ROUTED_BY_SIGMOID},
         "llama.cpp requires attention.bias: false in dots1",
     ),
+    "gate of gpt-oss": (
+        {"attention": SINKS, "ffn": CLAMPED},
+        "llama.cpp requires ffn.experts.alpha: 1.702 and limit: 7 in gpt_oss",
+    ),
+    "latent, linear": (
+        {
+            "attention": LATENT,
+            "ffn": ROUTED_BY_SIGMOID,
+            "positions": {"type": "rope", "scaling": {"type": "linear", "factor": 4.0}},
+        },
+        "llama.cpp requires positions.scaling other than linear in deepseek_v3",
+    ),
+    "latent, yarn": (
+        {
+            "attention": LATENT,
+            "ffn": ROUTED_BY_SIGMOID,
+            "positions": {"type": "rope", "scaling": YARN},
+        },
+        "llama.cpp requires positions.scaling.attention_factor: 1 in deepseek_v3",
+    ),
+    "latent, 27 layers": (
+        {
+            "attention": {**LATENT, "latent": {**LATENT["latent"], "query_rank": 4}},
+            "num_layers": 27,
+            "ffn": ROUTED_BY_SIGMOID,
+        },
+        "llama.cpp requires attention.latent.query_rank: null with 26 or 27 layers in deepseek_v3",
+    ),
     "groups of dots1": (
         {"attention": HEAD_NORMS, "ffn": ROUTED_BY_SIGMOID},
         "llama.cpp requires attention.num_kv_heads equal to num_heads in dots1",
@@ -458,6 +525,18 @@ def test_limits_of_llama_cpp_are_noted(options: dict[str, Any], note: str) -> No
 )
 def test_options_that_mlx_ignores_are_noted(options: dict[str, Any], ignored: str) -> None:
     assert f"mlx-lm ignores {ignored}" in choose_architecture(decoder_of(**options)).notes
+
+
+def test_experts_in_one_tensor_are_noted_and_not_packed() -> None:
+    experts = {"type": "fake_quantized", "format": "fp8", "experts": CLAMPED["experts"]}
+    decoder = decoder_of(attention=SINKS, ffn={**CLAMPED, "experts": experts})
+    notes = choose_architecture(decoder).notes
+    assert "mlx-lm reads gpt_oss only with quantised experts" in notes
+    with pytest.raises(ConfigError) as caught:
+        choose_architecture(decoder, packed=True)
+    assert str(caught.value) == (
+        "gpt_oss has all experts in one tensor, so they cannot be packed as fp8; convert without --packed"
+    )
 
 
 # -- what is refused
