@@ -182,10 +182,16 @@ class AttentionConfig(Config, frozen=True):
             key_dim += self.latent.rotated_dim
             # `_attend` pads values to the width of keys.
             value_dim = max(key_dim, self.latent.value_dim or value_dim)
+        if self.sinks:
+            key_dim = value_dim = key_dim + SINK_UNITS
         near = min(window or seq_len, seq_len)
         before = near - near * (near - 1) / (2 * seq_len)  # the first tokens have fewer before them
-        attended = before if causal else 2 * before - 1
+        attended = (before if causal else 2 * before - 1) + self.sinks
         return matrices + round(2 * self.num_heads * (key_dim + value_dim) * attended)
+
+
+SINK_UNITS = 8
+"""Units that sinks add to queries, keys and values; fused kernels want widths that are multiples of eight."""
 
 
 class _Attention(nn.Module):
@@ -340,14 +346,14 @@ class SinkAttention(SelfAttention):
     def _with_sink(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Append a key that has the score `sink_H` with every query, and zero as its value.
+        """Append a key whose score with every query is the sink's logit, and whose value is zero.
 
-        Queries and keys get eight more units, because fused kernels want widths that are multiples of eight.
+        In the units that queries get for this, all other keys are zero.
         """
-        units = (self.sink_H / (8 * scale)).to(query.dtype)[:, None, None]
-        query = torch.cat([query, units.expand(*query.shape[:3], 8)], dim=-1)
-        key, value = F.pad(key, (0, 8, 0, 1)), F.pad(value, (0, 0, 0, 1))
-        key[..., -1, -8:] = 1
+        units = (self.sink_H / (SINK_UNITS * scale)).to(query.dtype)[:, None, None]
+        query = torch.cat([query, units.expand(*query.shape[:3], SINK_UNITS)], dim=-1)
+        key, value = F.pad(key, (0, SINK_UNITS, 0, 1)), F.pad(value, (0, 0, 0, 1))
+        key[..., -1, -SINK_UNITS:] = 1
         if attn_mask is not None:
             attn_mask = F.pad(attn_mask, (0, 1), value=True)
         return query, key, value, attn_mask

@@ -147,10 +147,16 @@ def test_dropout_is_for_training_only(latent: dict[str, int] | None) -> None:
     ],
     ids=str,
 )
-def test_num_params_counts_the_built_module(options: dict[str, Any], norm: NormConfig) -> None:
+def test_parameters_and_flops_are_those_of_the_built_module(
+    options: dict[str, Any], norm: NormConfig
+) -> None:
     config = AttentionConfig(num_heads=4, **options)
     module = config.build(D_MODEL, causal=True, norm=norm)
     assert config.num_params(D_MODEL, norm) == sum(p.numel() for p in module.parameters())
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        module.double()(tokens(2, 9), Positions(), None)
+    expected = config.flops_per_token(D_MODEL, seq_len=9, causal=False)
+    assert counter.get_total_flops() == 2 * 9 * expected
 
 
 def latent_config(**latent: int | None) -> AttentionConfig:
