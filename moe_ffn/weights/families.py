@@ -64,6 +64,7 @@ NEVER_TIED = OptionMapping(TIE.read, lambda options: {"tie_word_embeddings": Fal
 """Reads tied embeddings too; other libraries than transformers need a separate output matrix."""
 ROPE = rope()
 DECODER = (*UNTIED, ROPE, TIE)
+SEPARATE = (*UNTIED, ROPE, NEVER_TIED)
 KV_HEADS = renamed("num_key_value_heads", "attention.num_kv_heads")
 HEADS = (KV_HEADS, renamed("head_dim", "attention.head_dim"))
 WINDOW = OptionMapping(read_window, write_window)
@@ -315,9 +316,7 @@ FAMILIES = (
     Family(
         "olmoe",
         (
-            *UNTIED,
-            ROPE,
-            NEVER_TIED,
+            *SEPARATE,
             KV_HEADS,
             OptionMapping(read_equal_heads),
             BIAS,
@@ -403,9 +402,7 @@ FAMILIES = (
     Family(
         "qwen2_moe",
         (
-            *UNTIED,
-            ROPE,
-            NEVER_TIED,
+            *SEPARATE,
             *HEADS,
             layer_windows(lambda layer, max_layers: layer % 2 == 0 and layer < max_layers),
             OptionMapping(
@@ -442,9 +439,7 @@ FAMILIES = (
     Family(
         "dots1",
         (
-            *UNTIED,
-            ROPE,
-            NEVER_TIED,
+            *SEPARATE,
             *HEADS,
             LATER_WINDOWS,
             BIAS,
@@ -505,9 +500,7 @@ FAMILIES = (
     Family(
         "gpt_oss",
         (
-            *UNTIED,
-            ROPE,
-            NEVER_TIED,
+            *SEPARATE,
             *HEADS,
             ALWAYS_WINDOWS,
             OptionMapping(BIAS.read, lambda options: {"attention_bias": True}),
