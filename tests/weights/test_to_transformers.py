@@ -575,6 +575,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"attention": {**LATENT, "window": 7}, "ffn": ROUTED_BY_SIGMOID},
         f"attention.window (7) {NO_EQUAL}: deepseek_v3, the nearest architecture, has null",
     ),
+    "sinks of other experts": (
+        {"attention": {**ATTENTION, "sinks": True}, "ffn": moe(router__renormalize=True)},
+        f"attention.sinks (true) {NO_EQUAL}: mixtral, the nearest architecture, has false",
+    ),
     "plain": ({"ffn": "dense"}, f'ffn.type ("dense") {NO_EQUAL}: llama'),
     "post-norm": ({"norm_placement": "post"}, f'norm_placement ("post") {NO_EQUAL}: llama'),
     "encoder": ({"causal": False}, f"causal (false) {NO_EQUAL}"),
