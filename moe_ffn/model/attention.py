@@ -1,4 +1,4 @@
-"""Self-attention: grouped-query attention and multi-head latent attention.
+"""Self-attention: grouped-query attention, with sinks or without, and multi-head latent attention.
 
 B batch, H heads, S sequence, D model width, d head width
 """
@@ -57,6 +57,9 @@ class AttentionConfig(Config, frozen=True):
     arXiv:2505.09388); all: all heads together (OLMoE, arXiv:2409.02060)."""
     bias: bool | Literal["qkv"] = False
     """Add a bias to the four projections; qkv: to all but the output (Qwen2, arXiv:2407.10671)."""
+    sinks: bool = False
+    """Learn one logit per head that takes part in the softmax and has no value, so that a head may attend to
+    nothing (GPT-OSS, arXiv:2508.10925)."""
     latent: LatentConfig | None = None
     """Options of multi-head latent attention, such as `{kv_rank: 512}`; null: ordinary keys and values."""
     window: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -90,7 +93,7 @@ class AttentionConfig(Config, frozen=True):
 
     @model_validator(mode="after")
     def _check_latent(self) -> AttentionConfig:
-        for name in ("num_kv_heads", "norm_qk", "bias"):
+        for name in ("num_kv_heads", "norm_qk", "bias", "sinks"):
             if self.latent is not None and (value := getattr(self, name)):
                 raise ValueError(
                     f"{name} ({value}) cannot be combined with latent, which derives keys and values from "
@@ -108,12 +111,14 @@ class AttentionConfig(Config, frozen=True):
         """
         if self.latent is not None:
             return LatentAttention(self, self.latent, d_model, causal, norm, window)
-        return SelfAttention(self, d_model, causal, norm, window)
+        kind = SinkAttention if self.sinks else SelfAttention
+        return kind(self, d_model, causal, norm, window)
 
     def describe(self, window: int | None = None) -> str:
         """Return a short description for tables."""
         what = f"latent of {self.latent.kv_rank}" if self.latent else f"{self.kv_heads} key-value"
-        return f"{self.num_heads} heads, {what}" + (f", window {window}" if window else "")
+        sinks = ", sinks" if self.sinks else ""
+        return f"{self.num_heads} heads, {what}{sinks}" + (f", window {window}" if window else "")
 
     def head_width(self, d_model: int) -> int:
         return self.head_dim or d_model // self.num_heads
@@ -162,7 +167,8 @@ class AttentionConfig(Config, frozen=True):
     def num_params(self, d_model: int, norm: NormConfig) -> int:
         projections = zip(self.projections(d_model), self.biases(d_model), strict=True)
         matrices = sum(linear_params(*widths, bias) for widths, bias in projections)
-        return matrices + sum(map(norm.num_params, self.normed_widths(d_model)))
+        norms = sum(map(norm.num_params, self.normed_widths(d_model)))
+        return matrices + norms + self.sinks * self.num_heads
 
     def flops_per_token(
         self, d_model: int, seq_len: int, causal: bool = True, window: int | None = None
@@ -176,13 +182,22 @@ class AttentionConfig(Config, frozen=True):
             key_dim += self.latent.rotated_dim
             # `_attend` pads values to the width of keys.
             value_dim = max(key_dim, self.latent.value_dim or value_dim)
+        if self.sinks:
+            key_dim = value_dim = key_dim + SINK_UNITS
         near = min(window or seq_len, seq_len)
         before = near - near * (near - 1) / (2 * seq_len)  # the first tokens have fewer before them
-        attended = before if causal else 2 * before - 1
+        attended = (before if causal else 2 * before - 1) + self.sinks
         return matrices + round(2 * self.num_heads * (key_dim + value_dim) * attended)
 
 
+SINK_UNITS = 8
+"""Units that sinks add to queries, keys and values; fused kernels want widths that are multiples of eight."""
+
+
 class _Attention(nn.Module):
+    needs_mask = False
+    """True if `_attend` needs a mask of causal attention too."""
+
     def __init__(self, config: AttentionConfig, causal: bool, window: int | None) -> None:
         super().__init__()
         self.causal = causal
@@ -191,12 +206,10 @@ class _Attention(nn.Module):
         self.dropout = config.dropout
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask_BS: Tensor | None, score_factor: float
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
     ) -> Tensor:
         """Return the attention output of whole sequences, (B, S, H d); arguments are (B, H, S, d)."""
-        length, width = key.shape[-2], value.shape[-1]
-        has_window = self.window is not None and self.window < length
-        has_mask = mask_BS is not None or has_window
+        width = value.shape[-1]
         if key.shape[-1] > width:
             # Fused kernels require equal widths; other kernels need memory quadratic in the length.
             value = F.pad(value, (0, key.shape[-1] - width))
@@ -204,20 +217,39 @@ class _Attention(nn.Module):
             query,
             key,
             value,
-            attn_mask=self._mask(length, mask_BS, key.device) if has_mask else None,
-            is_causal=self.causal and not has_mask,
+            attn_mask=attn_mask,
+            is_causal=self.causal and attn_mask is None,
             dropout_p=self.dropout if self.training else 0.0,
-            scale=score_factor / math.sqrt(key.shape[-1]),
+            scale=scale,
             enable_gqa=key.shape[1] != query.shape[1],
         )
         return rearrange(attended[..., :width], "b h s d -> b s (h d)")
 
-    def _mask(self, length: int, mask_BS: Tensor | None, device: torch.device) -> Tensor:
-        """Return True where a token may attend, bool (B or 1, 1, S, S).
+    def _attend_cached(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
+    ) -> Tensor:
+        """Return the attention of new tokens to all cached tokens, (B, H, S, d), with grouped queries."""
+        num_heads, num_new = query.shape[1], query.shape[2]
+        groups = num_heads // key.shape[1]
+        # The query heads of a group become rows of one head, so that keys need not be repeated.
+        query = query.reshape(len(query), key.shape[1], groups * num_new, query.shape[-1])
+        if attn_mask is not None and num_new > 1:
+            attn_mask = attn_mask.repeat(1, 1, groups, 1)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attn_mask, scale=scale
+        )
+        return attended.reshape(len(attended), num_heads, num_new, attended.shape[-1])
+
+    def _mask(self, x_BSD: Tensor, mask_BS: Tensor | None) -> Tensor | None:
+        """Return True where a token may attend, bool (B or 1, 1, S, S); None for all (earlier) tokens.
 
         Every token may attend to itself, since the softmax of a padding token's row would otherwise be NaN.
         """
-        positions_S = torch.arange(length, device=device)
+        length = x_BSD.shape[1]
+        has_window = self.window is not None and self.window < length
+        if mask_BS is None and not has_window and not self.needs_mask:
+            return None
+        positions_S = torch.arange(length, device=x_BSD.device)
         distance = positions_S.unsqueeze(-1) - positions_S
         near = distance.abs() < (self.window or length)
         allowed = (near & (distance >= 0) if self.causal else near).unsqueeze(0)
@@ -266,21 +298,65 @@ class SelfAttention(_Attention):
         key = self._heads(self.key(x_BSD), self.num_kv_heads, self.key_norm)
         value = rearrange(self.value(x_BSD), "b s (h d) -> b h s d", h=self.num_kv_heads)
         query, key = positions.rotate(query), positions.rotate(key)
+        scale = positions.score_factor / math.sqrt(key.shape[-1])
         if cache is not None:
             cached_key, cached_value = cache.extend(key, value)
             if not cache.new.is_first:
                 attn_mask = cache.new.attn_mask_within(self.window, x_BSD.device)
-                scale = positions.score_factor / math.sqrt(key.shape[-1])
-                attended = _attend_cached(query, cached_key, cached_value, attn_mask, scale)
+                attended = self._attend_cached(query, cached_key, cached_value, attn_mask, scale)
                 return self.output(rearrange(attended, "b h s d -> b s (h d)"))
             mask_BS = None  # padding comes last, so no real token attends to it
-        return self.output(self._attend(query, key, value, mask_BS, positions.score_factor))
+        return self.output(self._attend(query, key, value, self._mask(x_BSD, mask_BS), scale))
 
     def _heads(self, x_BSD: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
         if norm is not None and not self.norms_heads:
             x_BSD = norm(x_BSD)
         x_BHSd = rearrange(x_BSD, "b s (h d) -> b h s d", h=num_heads)
         return norm(x_BHSd) if norm is not None and self.norms_heads else x_BHSd
+
+
+class SinkAttention(SelfAttention):
+    """Attention whose heads may attend to nothing: softmax([q k^T / sqrt(d), sink]) without its last column,
+    times v (GPT-OSS, arXiv:2508.10925).
+    """
+
+    needs_mask = True
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        d_model: int,
+        causal: bool,
+        norm: NormConfig,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(config, d_model, causal, norm, window)
+        self.sink_H = nn.Parameter(torch.zeros(self.num_heads))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
+    ) -> Tensor:
+        return super()._attend(*self._with_sink(query, key, value, attn_mask, scale), scale)
+
+    def _attend_cached(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
+    ) -> Tensor:
+        return super()._attend_cached(*self._with_sink(query, key, value, attn_mask, scale), scale)
+
+    def _with_sink(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Append a key whose score with every query is the sink's logit, and whose value is zero.
+
+        In the units that queries get for this, all other keys are zero.
+        """
+        units = (self.sink_H / (SINK_UNITS * scale)).to(query.dtype)[:, None, None]
+        query = torch.cat([query, units.expand(*query.shape[:3], SINK_UNITS)], dim=-1)
+        key, value = F.pad(key, (0, SINK_UNITS, 0, 1)), F.pad(value, (0, 0, 0, 1))
+        key[..., -1, -SINK_UNITS:] = 1
+        if attn_mask is not None:
+            attn_mask = F.pad(attn_mask, (0, 1), value=True)
+        return query, key, value, attn_mask
 
 
 class LatentAttention(_Attention):
@@ -324,18 +400,18 @@ class LatentAttention(_Attention):
         latent = self.kv_norm(latent)
         plain, rotated = query.tensor_split([self.head_dim], dim=-1)
         rotated, shared_key = positions.rotate(rotated), positions.rotate(shared_key[:, None])
+        scale = positions.score_factor / math.sqrt(query.shape[-1])
         if cache is not None:
             (cached,) = cache.extend(torch.cat([latent[:, None], shared_key], dim=-1))
             if not cache.new.is_first:
                 attn_mask = cache.new.attn_mask_within(self.window, x_BSD.device)
-                factor = positions.score_factor
-                return self.output(self._attend_latents(plain, rotated, cached, attn_mask, factor))
+                return self.output(self._attend_latents(plain, rotated, cached, attn_mask, scale))
             mask_BS = None  # padding comes last, so no real token attends to it
         key_value = rearrange(self.kv_up(latent), "b s (h d) -> b h s d", h=heads)
         key, value = key_value.tensor_split([self.head_dim], dim=-1)
         query = torch.cat([plain, rotated], dim=-1)
         key = torch.cat([key, shared_key.expand(-1, heads, -1, -1)], dim=-1)
-        return self.output(self._attend(query, key, value, mask_BS, positions.score_factor))
+        return self.output(self._attend(query, key, value, self._mask(x_BSD, mask_BS), scale))
 
     def _attend_latents(
         self,
@@ -343,7 +419,7 @@ class LatentAttention(_Attention):
         rotated: Tensor,
         cached: Tensor,
         attn_mask: Tensor | None,
-        score_factor: float,
+        scale: float,
     ) -> Tensor:
         """Return the attention of new tokens, (B, S, H d), without projecting cached latent vectors c.
 
@@ -356,19 +432,5 @@ class LatentAttention(_Attention):
         up_HdR = rearrange(self.kv_up.weight, "(h d) r -> h d r", h=self.num_heads)
         key_HdR, value_HdR = up_HdR.tensor_split([self.head_dim], dim=1)
         query = torch.cat([plain @ key_HdR, rotated], dim=-1)
-        scale = score_factor / math.sqrt(plain.shape[-1] + rotated.shape[-1])
-        attended = _attend_cached(query, cached, cached, attn_mask, scale)[..., : self.kv_rank]
+        attended = self._attend_cached(query, cached, cached, attn_mask, scale)[..., : self.kv_rank]
         return rearrange(attended @ value_HdR.mT, "b h s d -> b s (h d)")
-
-
-def _attend_cached(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
-) -> Tensor:
-    """Return the attention of new tokens to all cached tokens, (B, H, S, d), with grouped queries."""
-    num_heads, num_new, groups = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
-    # The query heads of a group become rows of one head, so that keys need not be repeated.
-    query = query.reshape(len(query), key.shape[1], groups * num_new, query.shape[-1])
-    if attn_mask is not None and num_new > 1:
-        attn_mask = attn_mask.repeat(1, 1, groups, 1)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, scale=scale)
-    return attended.reshape(len(attended), num_heads, num_new, attended.shape[-1])

@@ -41,6 +41,9 @@ from moe_ffn.weights.options import (
     write_window,
 )
 from moe_ffn.weights.rewrites import (
+    ALL_BIASES,
+    CORRECTION_BIAS,
+    GATED_SHARED_EXPERT,
     OUTPUT_BIAS,
     QKV_BIASES,
     SEPARATE_OUTPUT,
@@ -61,10 +64,20 @@ NEVER_TIED = OptionMapping(TIE.read, lambda options: {"tie_word_embeddings": Fal
 """Reads tied embeddings too; other libraries than transformers need a separate output matrix."""
 ROPE = rope()
 DECODER = (*UNTIED, ROPE, TIE)
+SEPARATE = (*UNTIED, ROPE, NEVER_TIED)
 KV_HEADS = renamed("num_key_value_heads", "attention.num_kv_heads")
 HEADS = (KV_HEADS, renamed("head_dim", "attention.head_dim"))
 WINDOW = OptionMapping(read_window, write_window)
 LATER_WINDOWS = layer_windows(lambda layer, max_layers: layer >= max_layers)
+ALTERNATING_WINDOWS = layer_windows(lambda layer, max_layers: layer % 2 == 0)
+ALWAYS_WINDOWS = OptionMapping(
+    ALTERNATING_WINDOWS.read,
+    lambda options: {
+        **ALTERNATING_WINDOWS.write(options),
+        "sliding_window": options.get("attention.window", 128),
+    },
+)
+"""Writes a window for transformers even if no layer has it."""
 DENSE = (
     constant({"sparse_layers": []}),
     renamed("intermediate_size", "dense.d_ff", 1),
@@ -163,18 +176,18 @@ class Family:
     """Defaults of transformers for options that a config leaves out."""
     names: Mapping[str, TensorLayout] = field(default_factory=lambda: SPARSE_LAYER)
     """Our name of a weight in a layer -> its layout in transformers."""
-    missing_features: str = ""
-    """Features that our decoder lacks, so that we read only single blocks; empty if there are none."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of options in config files."""
     rewrites: Mapping[str, Rewrite] = field(default_factory=dict)
     """Our option -> its rewrite for an export, in addition to the rewrites of all architectures."""
     replaces_tokenizer: bool = False
     """Transformers replaces the splitting rule of every tokenizer by the architecture's own."""
-    llama_cpp: LlamaCpp | None = None
-    """The architecture in llama.cpp; None if our GGUF files cannot have it."""
+    llama_cpp: LlamaCpp = field(kw_only=True)
+    """The architecture in llama.cpp."""
     ignores_scaling_in_mlx: bool = False
     """mlx-lm computes scaled rotary positions as if they were not."""
+    has_experts_in_one_tensor: bool = False
+    """Transformers reads all experts from one tensor, which mlx-lm reads only if it is quantised."""
 
     @property
     def architecture(self) -> str:
@@ -241,6 +254,7 @@ FAMILIES = (
         QWEN,
         DENSE_LAYER,
         replaces_tokenizer=True,
+        llama_cpp=LlamaCpp("qwen2", has_biases=True),
     ),
     Family(
         "qwen3",
@@ -302,9 +316,7 @@ FAMILIES = (
     Family(
         "olmoe",
         (
-            *UNTIED,
-            ROPE,
-            NEVER_TIED,
+            *SEPARATE,
             KV_HEADS,
             OptionMapping(read_equal_heads),
             BIAS,
@@ -384,14 +396,13 @@ FAMILIES = (
             ),
         },
         aliases={"num_local_experts": "n_routed_experts"},
-        rewrites=SEPARATE_OUTPUT,
+        rewrites={**SEPARATE_OUTPUT, **CORRECTION_BIAS, **SHARED_EXPERT},
+        llama_cpp=LlamaCpp("deepseek2"),
     ),
     Family(
         "qwen2_moe",
         (
-            *UNTIED,
-            ROPE,
-            NEVER_TIED,
+            *SEPARATE,
             *HEADS,
             layer_windows(lambda layer, max_layers: layer % 2 == 0 and layer < max_layers),
             OptionMapping(
@@ -416,7 +427,7 @@ FAMILIES = (
             ),
         },
         aliases={"num_local_experts": "num_experts"},
-        rewrites={**SEPARATE_OUTPUT, **SHARED_EXPERT, **QKV_BIASES},
+        rewrites={**SEPARATE_OUTPUT, **GATED_SHARED_EXPERT, **QKV_BIASES},
         llama_cpp=LlamaCpp(
             "qwen2moe",
             renormalizes=False,
@@ -428,9 +439,7 @@ FAMILIES = (
     Family(
         "dots1",
         (
-            *UNTIED,
-            ROPE,
-            NEVER_TIED,
+            *SEPARATE,
             *HEADS,
             LATER_WINDOWS,
             BIAS,
@@ -448,7 +457,7 @@ FAMILIES = (
         },
         SIGMOID_LAYER,
         aliases={"num_local_experts": "n_routed_experts"},
-        rewrites={**OUTPUT_BIAS, **SEPARATE_OUTPUT},
+        rewrites={**OUTPUT_BIAS, **SEPARATE_OUTPUT, **CORRECTION_BIAS, **SHARED_EXPERT},
         llama_cpp=LlamaCpp("dots1", has_groups=False),
     ),
     Family(
@@ -484,19 +493,25 @@ FAMILIES = (
         },
         SIGMOID_LAYER,
         aliases={"num_local_experts": "n_routed_experts"},
-        rewrites=SEPARATE_OUTPUT,
+        rewrites={**SEPARATE_OUTPUT, **CORRECTION_BIAS, **SHARED_EXPERT},
         llama_cpp=LlamaCpp("glm4moe", has_biases=True),
         ignores_scaling_in_mlx=True,
     ),
     Family(
         "gpt_oss",
-        (),
+        (
+            *SEPARATE,
+            *HEADS,
+            ALWAYS_WINDOWS,
+            OptionMapping(BIAS.read, lambda options: {"attention_bias": True}),
+            constant({"attention.sinks": True}),
+        ),
         (
             OptionMapping(read_all),
-            renamed("num_local_experts", "sparse.num_experts"),
-            renamed("intermediate_size", "sparse.experts.d_ff"),
-            renamed("swiglu_alpha", "sparse.experts.alpha"),
-            renamed("swiglu_limit", "sparse.experts.limit"),
+            renamed("num_local_experts", "sparse.num_experts", 1),
+            renamed("intermediate_size", "sparse.experts.d_ff", 1),
+            renamed("swiglu_alpha", "sparse.experts.alpha", 1.702),
+            renamed("swiglu_limit", "sparse.experts.limit", 7.0),
             K,
             constant(
                 {
@@ -510,12 +525,31 @@ FAMILIES = (
             ),
         ),
         {
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "default_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "attention_dropout": 0.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 128,
+            "max_window_layers": 0,  # it has no such option
+            "max_position_embeddings": 131_072,
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
             "num_experts_per_tok": 4,
             "num_local_experts": 128,
         },
         {
+            **DENSE_LAYER,
+            "attention.sink_H": named("self_attn.sinks"),
             **linear(ffn__router__projection="mlp.router"),
             "ffn.experts.gate_up": interleaved("mlp.experts.gate_up_proj", is_transposed=True),
             "ffn.experts.gate_up_bias": interleaved(
@@ -524,7 +558,16 @@ FAMILIES = (
             "ffn.experts.down": transposed("mlp.experts.down_proj"),
             "ffn.experts.down_bias": named("mlp.experts.down_proj_bias"),
         },
-        missing_features="attention sinks",
+        aliases={"num_experts": "num_local_experts"},
+        rewrites={**SEPARATE_OUTPUT, **ALL_BIASES},
+        llama_cpp=LlamaCpp(
+            "gpt-oss",
+            renormalizes=True,
+            has_biases=True,
+            has_windows=True,
+            experts={"type": "clamped_swiglu", "alpha": 1.702, "limit": 7.0},
+        ),
+        has_experts_in_one_tensor=True,
     ),
 )
 """Architectures, in order of preference for an export."""

@@ -59,11 +59,6 @@ def load_transformers(folder: str | Path) -> Decoder:
     """
     folder = Path(folder)
     family, hf = _read_hf_config(folder)
-    if family.missing_features:
-        raise ConfigError(
-            f"{hf.where}: our model has no {family.missing_features}, which {family.model_type} needs; "
-            "load_ffn reads the feed-forward block of a layer"
-        )
     config = config_of(family, hf)
     decoder = config.model.build_empty(config.vocab_size, config.max_seq_len)
     weights = _read_tensors(folder, family, hf, distinct_tensors(decoder))

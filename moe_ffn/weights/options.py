@@ -7,7 +7,7 @@ the block of dense layers under `dense.`, and `sparse_layers` lists the numbers 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, show
@@ -90,18 +90,26 @@ class LlamaCpp:
     """Several query heads can share a key-value head."""
     is_same_in_mlx: bool = False
     """mlx-lm has the same limits."""
+    has_windows: bool = False
+    """Attention can have windows."""
+    experts: Mapping[str, Any] = field(default_factory=lambda: {"type": "swiglu"})
+    """Options of experts, or of the dense block, that llama.cpp always uses."""
     converter_eps: float | None = None
     """The only `norm.eps` that the converter of llama.cpp writes; None: it writes the model's."""
 
     def problem(self, options: Options) -> str:
         """Return the requirements of llama.cpp that these options do not meet; empty if they meet all."""
-        block = "sparse.experts.type" if options["sparse_layers"] else "dense.type"
+        block = "sparse.experts" if options["sparse_layers"] else "dense"
         dense = options["num_layers"] - len(options["sparse_layers"])
         heads = options["attention.num_heads"] * options["attention.head_dim"]
         scaling = options.get("positions.scaling.type")
+        is_latent = "attention.latent.kv_rank" in options
+        gates = {key: options[f"{block}.{key}"] for key in self.experts}
         problems = {
-            f"silu gates (swiglu), as mlx-lm does, not {options[block]},": options[block]
-            != "swiglu",
+            f"silu gates (swiglu), as mlx-lm does, not {gates['type']},": (
+                self.experts["type"] != gates["type"]
+            ),
+            "ffn.experts.alpha: 1.702 and limit: 7": gates != self.experts,
             f"ffn.router.renormalize: {str(self.renormalizes).lower()}": (
                 self.renormalizes not in (None, options.get("sparse.router.renormalize"))
             ),
@@ -115,9 +123,18 @@ class LlamaCpp:
                 options["attention.num_kv_heads"] != options["attention.num_heads"]
                 and not self.has_groups
             ),
-            "attention.window: null": "attention.window" in options,
+            "attention.window: null": "attention.window" in options and not self.has_windows,
             f"positions.scaling other than {scaling}": (
-                scaling == "llama3" and self.architecture != "llama"
+                (scaling == "llama3" and self.architecture != "llama")
+                or (scaling == "linear" and is_latent)
+            ),
+            "positions.scaling.attention_factor: 1": (
+                scaling == "yarn"
+                and is_latent
+                and options.get("positions.scaling.attention_factor") != 1
+            ),
+            "attention.latent.query_rank: null with 26 or 27 layers": (
+                "attention.latent.query_rank" in options and options["num_layers"] in (26, 27)
             ),
             "positions.scaling with beta_fast: 32, beta_slow: 1 and truncate: true": (
                 scaling == "yarn"
@@ -325,9 +342,7 @@ def layer_windows(is_windowed: Callable[[int, int], bool]) -> OptionMapping:
         return {**options, "attention.window_at": ",".join(map(str, windowed))}
 
     def write(options: Options) -> dict[str, Any]:
-        windowed = options.get("attention.window_at")
-        if windowed is None:
-            return write_window(options)
+        windowed = options.get("attention.window_at", ())
         layers = range(options["num_layers"])
         kinds = ["sliding_attention" if n in windowed else "full_attention" for n in layers]
         return {**write_window(options), "layer_types": kinds}

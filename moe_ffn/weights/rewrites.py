@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,22 +81,49 @@ QKV_BIASES = {
 }
 """For architectures that have these biases in mlx-lm always."""
 
-SHARED_EXPERT = {
-    "sparse.shared_expert.type": Rewrite(
-        lambda options: (
-            {}
-            if "sparse.shared_expert.type" in options
-            else {
-                "sparse.shared_expert.type": options.get("sparse.experts.type"),
-                "sparse.shared_expert.d_ff": 32,  # the fewest that llama.cpp packs
-                "sparse.shared_expert.bias": False,
-                "sparse.combine.type": "sigmoid_gate",
-            }
-        ),
-        lambda options: "ffn.shared_expert: the export adds one of 32 units, whose output is zero",
-    )
+
+def _zeros(path: str, what: str) -> dict[str, Rewrite]:
+    """Return the rewrite that adds biases of zeros to a part that has none."""
+    return {
+        path: Rewrite(
+            lambda options: {} if options.get(path) is True else {path: True},
+            lambda options: f"{path.replace('sparse.', 'ffn.')}: {what} of zeros",
+        )
+    }
+
+
+CORRECTION_BIAS = _zeros("sparse.router.correction_bias", "the routers get correction biases")
+"""For architectures whose sigmoid routers always have a correction bias."""
+
+ALL_BIASES = {
+    **_zeros("attention.bias", "queries, keys, values and outputs get biases"),
+    **_zeros("sparse.router.bias", "the routers get biases"),
+    **_zeros("sparse.experts.bias", "the experts get biases"),
 }
-"""For architectures that always have a shared expert."""
+"""For architectures with biases everywhere."""
+
+
+def _add_shared_expert(d_ff: int | None, combine: str, units: str) -> dict[str, Rewrite]:
+    """Return the rewrite that adds a shared expert of `d_ff` units, or of as many as a routed one."""
+
+    def changed(options: Options) -> dict[str, Any]:
+        if "sparse.shared_expert.type" in options:
+            return {}
+        return {
+            "sparse.shared_expert.type": options.get("sparse.experts.type"),
+            "sparse.shared_expert.d_ff": d_ff or options.get("sparse.experts.d_ff"),
+            "sparse.shared_expert.bias": False,
+            "sparse.combine.type": combine,
+        }
+
+    note = f"ffn.shared_expert: the export adds one of {units}, whose output is zero"
+    return {"sparse.shared_expert.type": Rewrite(changed, lambda options: note)}
+
+
+# 32 units are the fewest that llama.cpp packs.
+GATED_SHARED_EXPERT = _add_shared_expert(32, "sigmoid_gate", "32 units")
+SHARED_EXPERT = _add_shared_expert(None, "sum", "the width of a routed expert")
+"""For architectures that always have a shared expert, with a gate or without."""
 
 
 def added_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -162,7 +162,7 @@ def choose_architecture(
     attempts: list[_Attempt] = []
     problem = ""
     for family in FAMILIES:
-        if family.missing_features or family.is_sparse != bool(ours["sparse_layers"]):
+        if family.is_sparse != bool(ours["sparse_layers"]):
             continue
         try:
             attempts.append(_attempt(family, ours, sizes))
@@ -200,6 +200,11 @@ def choose_architecture(
     def factor(name: str) -> float:
         return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
 
+    if stored is not None and chosen.family.has_experts_in_one_tensor:
+        raise ConfigError(
+            f"{chosen.family.model_type} has all experts in one tensor, so they cannot be packed as "
+            f"{stored}; convert without --packed"
+        )
     if stored is not None and (scale := factor("layers.0.ffn.experts.down")) != 1:
         raise ConfigError(
             f"model.ffn.router.scale ({scale:g}) multiplies the rounded down projections of "
@@ -262,6 +267,8 @@ def _quantization_config(name: Format) -> dict[str, Any]:
 def _mlx_notes(attempt: _Attempt, ours: Options) -> list[str]:
     """Return notes on options that mlx-lm ignores."""
     family, rope = attempt.family, attempt.written["rope_parameters"]
+    if family.has_experts_in_one_tensor:
+        return [f"mlx-lm reads {family.model_type} only with quantised experts"]
     ignored = {
         "attention.window": "attention.window" in ours,
         "positions.scaling": family.ignores_scaling_in_mlx and "positions.scaling.type" in ours,
@@ -278,8 +285,7 @@ def _mlx_notes(attempt: _Attempt, ours: Options) -> list[str]:
 
 def _llama_cpp_notes(family: Family, ours: Options) -> list[str]:
     """Return notes on what llama.cpp computes differently."""
-    if (llama := family.llama_cpp) is None:
-        return []
+    llama = family.llama_cpp
     if problem := llama.problem(ours):
         require = "and mlx-lm require" if llama.is_same_in_mlx else "requires"
         return [f"llama.cpp {require} {problem} in {family.model_type}"]

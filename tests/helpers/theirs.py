@@ -48,6 +48,7 @@ SHARPER = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 8, "beta
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = {"sliding_window": 7, "use_sliding_window": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "swiglu_limit": 1.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied-heads": ("llama", {"tie_word_embeddings": True, "head_dim": 12}),
@@ -106,8 +107,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3", {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
     ),
     "deepseek_v3-sharper": ("deepseek_v3", {**LATENT, "rope_parameters": SHARPER}),
+    "gpt_oss": (
+        "gpt_oss", {**GPT_OSS, "sliding_window": 7, "rope_parameters": {**YARN, "truncate": False}}
+    ),
+    "gpt_oss-no-windows": (
+        "gpt_oss",
+        {**GPT_OSS, "layer_types": ["full_attention"] * 3, "rope_parameters": {"rope_type": "default"}},
+    ),
 }  # fmt: skip
-GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "swiglu_limit": 1.5}
 IDS_BS = torch.arange(40).view(2, 20) * 7 % 97
 
 

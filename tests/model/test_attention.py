@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn.model.attention import AttentionConfig, LatentAttention, SelfAttention
+from moe_ffn.model.attention import (
+    AttentionConfig,
+    LatentAttention,
+    SelfAttention,
+    SinkAttention,
+)
 from moe_ffn.model.norm import LayerNormConfig, NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Positions, RotaryConfig
 
@@ -21,7 +26,11 @@ D_MODEL = 16
 def attention(seed: int = 0, causal: bool = True, **config: Any) -> SelfAttention:
     torch.manual_seed(seed)
     parsed = AttentionConfig.model_validate(config)
-    return SelfAttention(parsed, D_MODEL, causal, RMSNormConfig(), parsed.window).double()
+    module = parsed.build(D_MODEL, causal, RMSNormConfig(), parsed.window)
+    assert isinstance(module, SelfAttention)
+    if isinstance(module, SinkAttention):
+        torch.nn.init.normal_(module.sink_H)
+    return module.double()
 
 
 def tokens(*shape: int) -> Tensor:
@@ -46,8 +55,9 @@ def naive(module: SelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positi
             seen = [t for t in range(s + 1 if module.causal else length) if mask_S[t] or t == s]
             seen = [t for t in seen if abs(t - s) < (module.window or length)]
             scores = [query[h, s] @ key[h // group, t] / math.sqrt(head_dim) for t in seen]
-            weights = torch.stack(scores).softmax(0)
-            for weight, t in zip(weights, seen, strict=True):
+            sink = [module.sink_H[h]] if isinstance(module, SinkAttention) else []
+            weights = torch.stack([*scores, *sink]).softmax(0)
+            for weight, t in zip(weights[: len(seen)], seen, strict=True):
                 mixed[s, h] += weight * value[h // group, t]
     return module.output(mixed.flatten(1))
 
@@ -76,15 +86,18 @@ def test_attention_equals_the_loops(
     torch.testing.assert_close(module(x, positions, mask), wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("window", [1, 3, 6, 9])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
-def test_a_window_equals_the_loops_and_costs_what_is_counted(window: int, causal: bool) -> None:
-    module = attention(num_heads=4, num_kv_heads=2, window=window, causal=causal)
+def test_windows_and_sinks_equal_the_loops_and_cost_what_is_counted(
+    window: int, causal: bool, sinks: bool
+) -> None:
+    module = attention(num_heads=4, num_kv_heads=2, window=window, causal=causal, sinks=sinks)
     positions, x = RotaryConfig().build(D_MODEL, 4, 8), tokens(2, 6).requires_grad_()
     mask = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
     wanted = [naive(module, *pair, positions) for pair in zip(x, mask, strict=True)]
     gradients = [
-        torch.autograd.grad(outputs.square().sum(), x, retain_graph=True)[0]
+        torch.autograd.grad(outputs.square().sum(), [x, *module.parameters()], retain_graph=True)
         for outputs in (torch.stack(wanted), module(x, positions, mask))
     ]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
@@ -130,13 +143,20 @@ def test_dropout_is_for_training_only(latent: dict[str, int] | None) -> None:
     [
         *({"num_kv_heads": n, "bias": bias} for n in (1, 2, 4) for bias in (False, True, "qkv")),
         *({"num_kv_heads": 2, "head_dim": 6, "norm_qk": which} for which in ("head", "all")),
+        {"sinks": True},
     ],
     ids=str,
 )
-def test_num_params_counts_the_built_module(options: dict[str, Any], norm: NormConfig) -> None:
+def test_parameters_and_flops_are_those_of_the_built_module(
+    options: dict[str, Any], norm: NormConfig
+) -> None:
     config = AttentionConfig(num_heads=4, **options)
-    module = SelfAttention(config, D_MODEL, causal=True, norm=norm)
+    module = config.build(D_MODEL, causal=True, norm=norm)
     assert config.num_params(D_MODEL, norm) == sum(p.numel() for p in module.parameters())
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        module.double()(tokens(2, 9), Positions(), None)
+    expected = config.flops_per_token(D_MODEL, seq_len=9, causal=False)
+    assert counter.get_total_flops() == 2 * 9 * expected
 
 
 def latent_config(**latent: int | None) -> AttentionConfig:
@@ -187,6 +207,7 @@ def test_padding_changes_nothing_of_latent_attention_before_it() -> None:
         ),
         ({"norm_qk": "head"}, r"norm_qk \(head\) cannot be combined"),
         ({"bias": True}, r"bias \(True\) cannot be combined"),
+        ({"sinks": True}, r"sinks \(True\) cannot be combined"),
     ],
 )
 def test_options_that_contradict_latent_attention_are_rejected(

@@ -28,6 +28,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "heads": {},
     "grouped": {"num_kv_heads": 2, "norm_qk": "head", "bias": True},
     "latent": {"latent": {"kv_rank": 6, "rotated_dim": 4, "query_rank": 8, "value_dim": 3}},
+    "sinks": {"num_kv_heads": 2, "sinks": True},
 }
 
 WINDOWED: dict[str, dict[str, Any]] = {
@@ -35,6 +36,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "window in a layer": {"window": 3, "window_at": "-1"},
     "latent window": {**ATTENTION["latent"], "window": 3},
     "window of one": {"window": 1},
+    "sinks in a window": {"window": 3, "num_kv_heads": 2, "sinks": True},
 }
 
 FFNS: dict[str, dict[str, Any]] = yaml.safe_load("""

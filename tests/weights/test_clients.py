@@ -23,6 +23,7 @@ from moe_ffn.weights import export_gguf, export_transformers
 from tests.helpers.cases import python_with
 from tests.weights.test_to_transformers import (
     ATTENTION,
+    CLAMPED,
     HEAD_NORMS,
     LATENT,
     LLAMA3,
@@ -30,6 +31,7 @@ from tests.weights.test_to_transformers import (
     SHARED,
     SIGMOID,
     SIGMOID_GATE,
+    SINKS,
     TEXT,
     YARN,
     decoder_of,
@@ -118,6 +120,9 @@ GROUPS = {
 GLM = {"positions": {"type": "rope", "fraction": 0.5}, "attention": {**ATTENTION, "bias": "qkv"}}
 
 
+UNBIASED = {**SIGMOID, "correction_bias": False}
+LATENT_QUERIES = {**LATENT, "latent": {**LATENT["latent"], "query_rank": 14, "value_dim": 9}}
+OPENAI = {**CLAMPED, "experts": {"type": "clamped_swiglu", "d_ff": 24, "bias": True}}
 SHARPER = {**YARN, "score_mscale": 1.0, "attention_factor": 1.0}
 
 
@@ -144,11 +149,19 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "OLMoE": ({**OLMOE, "ffn": moe()}, NO_LITGPT),
     "OLMoE, renormalised": ({**OLMOE, "ffn": RENORMALISED}, MLX),
     "DeepSeek-V3, no groups": (
-        {"attention": LATENT, "ffn": moe(router=SIGMOID, shared_expert={**SHARED, "d_ff": 24})}, MLX
+        {"attention": LATENT, "ffn": moe(router=SIGMOID, shared_expert={**SHARED, "d_ff": 24})}, BOTH
     ),
+    "DeepSeek-V3, groups, latent queries, a dense layer": (
+        {"attention": LATENT_QUERIES, "ffn": GROUPS, "ffn_at": FIRST_DENSE}, GGUF
+    ),
+    "DeepSeek-V3, no shared expert": ({"attention": LATENT, "ffn": moe(router=UNBIASED)}, BOTH),
     "dots1": ({"attention": NORMED, "ffn": ROUTED_BY_SIGMOID, "ffn_at": FIRST_DENSE}, BOTH),
+    "dots1, no correction bias": (
+        {"attention": NORMED, "ffn": {**ROUTED_BY_SIGMOID, "router": UNBIASED}}, BOTH
+    ),
     "dots1, groups": ({"attention": NORMED, "ffn": GROUPS}, GGUF),
     "GLM-4.5": ({**GLM, "ffn": ROUTED_BY_SIGMOID, "ffn_at": FIRST_DENSE}, BOTH),
+    "GLM-4.5, no correction bias, no shared expert": ({**GLM, "ffn": moe(router=UNBIASED)}, BOTH),
     "GLM-4.5, groups, heads normalised": (
         {**GLM, "attention": HEAD_NORMS, "ffn": GROUPS}, GGUF
     ),
@@ -164,7 +177,26 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {**GLM, "positions": {**GLM["positions"], "scaling": YARN}, "ffn": ROUTED_BY_SIGMOID}, GGUF,
     ),
     "DeepSeek-V3, YaRN": (
-        {"attention": LATENT, "ffn": ROUTED_BY_SIGMOID, **scaled(**SHARPER)}, MLX,
+        {"attention": LATENT, "ffn": ROUTED_BY_SIGMOID, **scaled(**SHARPER)}, BOTH,
+    ),
+    "DeepSeek-V3, YaRN with other scores": (
+        {"attention": LATENT, "ffn": ROUTED_BY_SIGMOID, **scaled(**{**SHARPER, "score_mscale": 0.7})}, GGUF,
+    ),
+    "DeepSeek-V3, YaRN without scores": (
+        {"attention": LATENT, "ffn": ROUTED_BY_SIGMOID, **scaled(**{**SHARPER, "score_mscale": 0.0})}, GGUF,
+    ),
+    "GPT-OSS": (
+        {"attention": {**SINKS, "window": 7, "window_at": "::2"}, "ffn": OPENAI, **scaled(**YARN)}, GGUF
+    ),
+    "GPT-OSS, no windows, no biases": (
+        {
+            "attention": {**SINKS, "bias": False},
+            "ffn": {
+                **OPENAI, "router": {"type": "top_k", "softmax": "after"},
+                "experts": {"type": "clamped_swiglu", "d_ff": 24},
+            },
+        },
+        GGUF,
     ),
 }  # fmt: skip
 """Options of a model, and the packages that can compute it."""

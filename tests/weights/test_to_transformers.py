@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from moe_ffn import ConfigError, Decoder, DecoderConfig
-from moe_ffn.data.tokenizer import BytesTokenizer, train_bpe
-from moe_ffn.weights import export_transformers, load_transformers
+from moe_ffn.data.tokenizer import BPETokenizer, BytesTokenizer, train_bpe
+from moe_ffn.weights import export_gguf, export_transformers, load_transformers
 from moe_ffn.weights.to_transformers import choose_architecture
 from tests.helpers.theirs import MODELS, SIZES, change, logits, save
 
@@ -52,6 +53,12 @@ def moe(**options: Any) -> dict[str, Any]:
     return block
 
 
+CLAMPED = moe(
+    num_experts=6,
+    router={"type": "top_k", "softmax": "after", "bias": True},
+    experts={"type": "clamped_swiglu", "d_ff": 24, "bias": True, "alpha": 1.5, "limit": 2.0},
+)
+SINKS = {**ATTENTION, "head_dim": 12, "bias": True, "sinks": True}
 ROUTED_BY_SIGMOID = moe(router=SIGMOID, shared_expert={"type": "swiglu", "d_ff": 48})
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_seq_len": 12}
 YARN = {"type": "yarn", "factor": 4.0, "original_seq_len": 12}
@@ -145,6 +152,13 @@ OURS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "sigmoid, heads normalised": (
         {"attention": {**ATTENTION, "norm_qk": "head"}, "ffn": ROUTED_BY_SIGMOID}, "dots1", ""
+    ),
+    "sinks": (
+        {
+            "attention": {**SINKS, "window": 7, "window_at": "1:"}, "ffn": CLAMPED,
+            "positions": {"type": "rope", "scaling": YARN},
+        },
+        "gpt_oss", "",
     ),
     "window": (
         {"attention": {**ATTENTION, "window": 7}}, "mistral", "",
@@ -244,7 +258,7 @@ TEXT = """def café(x_1):
     "model",
     [
         *("dense", "qkv", "norms", "renormalised", "heads normalised", "all normalised"),
-        *("default", "latent", "sigmoid", "sigmoid, heads normalised", "window"),
+        *("default", "latent", "sigmoid", "sigmoid, heads normalised", "window", "sinks"),
     ],
 )
 def test_the_tokenizer_goes_along(model: str, kind: str, tmp_path: Path) -> None:
@@ -328,6 +342,32 @@ FOLDED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         {**OURS["latent"][0], "scale_embeddings": True},
         "deepseek_v3", ("scale_embeddings", "tie_embeddings"),
     ),
+    "deepseek without a correction bias": (
+        {"attention": LATENT, "ffn": moe(router={**SIGMOID, "correction_bias": False})},
+        "deepseek_v3", ("ffn.router.correction_bias", "ffn.shared_expert", "tie_embeddings"),
+    ),
+    "dots1 without a correction bias": (
+        {
+            "attention": {**ATTENTION, "norm_qk": "head"},
+            "ffn": {**ROUTED_BY_SIGMOID, "router": {**SIGMOID, "correction_bias": False}},
+        },
+        "dots1", ("ffn.router.correction_bias", "tie_embeddings"),
+    ),
+    "glm without a shared expert": (
+        {"attention": {**ATTENTION, "bias": "qkv"}, "ffn": moe(router={**SIGMOID, "correction_bias": False})},
+        "glm4_moe", ("ffn.router.correction_bias", "ffn.shared_expert", "tie_embeddings"),
+    ),
+    "gpt-oss without biases": (
+        {
+            "attention": {**SINKS, "bias": "qkv"},
+            "ffn": {
+                **CLAMPED,
+                "router": {"type": "top_k", "renormalize": True},
+                "experts": {"type": "clamped_swiglu", "d_ff": 24},
+            },
+        },
+        "gpt_oss", ("attention.bias", "ffn.router.bias", "ffn.experts.bias", "tie_embeddings"),
+    ),
     "head norms with biases": (
         {"attention": {**ATTENTION, "norm_qk": "head", "bias": "qkv"}}, "qwen3", ("attention.bias",),
     ),
@@ -346,7 +386,7 @@ def test_options_that_an_architecture_lacks_are_folded_into_the_weights(
     rewritten = {
         note.split(":")[0]
         for note in export.notes
-        if not re.search(" has | only in |require", note)
+        if not re.search(" has | only (in|with) |require", note)
     }
     assert rewritten == set(folded), export.notes
     ours = logits(decoder)
@@ -423,6 +463,34 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], str]] = {
         {"attention": {"num_heads": 4, "norm_qk": "head", "bias": True}, "ffn": ROUTED_BY_SIGMOID},
         "llama.cpp requires attention.bias: false in dots1",
     ),
+    "gate of gpt-oss": (
+        {"attention": SINKS, "ffn": CLAMPED},
+        "llama.cpp requires ffn.experts.alpha: 1.702 and limit: 7 in gpt_oss",
+    ),
+    "latent, linear": (
+        {
+            "attention": LATENT,
+            "ffn": ROUTED_BY_SIGMOID,
+            "positions": {"type": "rope", "scaling": {"type": "linear", "factor": 4.0}},
+        },
+        "llama.cpp requires positions.scaling other than linear in deepseek_v3",
+    ),
+    "latent, yarn": (
+        {
+            "attention": LATENT,
+            "ffn": ROUTED_BY_SIGMOID,
+            "positions": {"type": "rope", "scaling": YARN},
+        },
+        "llama.cpp requires positions.scaling.attention_factor: 1 in deepseek_v3",
+    ),
+    "latent, 27 layers": (
+        {
+            "attention": {**LATENT, "latent": {**LATENT["latent"], "query_rank": 4}},
+            "num_layers": 27,
+            "ffn": ROUTED_BY_SIGMOID,
+        },
+        "llama.cpp requires attention.latent.query_rank: null with 26 or 27 layers in deepseek_v3",
+    ),
     "groups of dots1": (
         {"attention": HEAD_NORMS, "ffn": ROUTED_BY_SIGMOID},
         "llama.cpp requires attention.num_kv_heads equal to num_heads in dots1",
@@ -460,6 +528,18 @@ def test_options_that_mlx_ignores_are_noted(options: dict[str, Any], ignored: st
     assert f"mlx-lm ignores {ignored}" in choose_architecture(decoder_of(**options)).notes
 
 
+def test_experts_in_one_tensor_are_noted_and_not_packed() -> None:
+    experts = {"type": "fake_quantized", "format": "fp8", "experts": CLAMPED["experts"]}
+    decoder = decoder_of(attention=SINKS, ffn={**CLAMPED, "experts": experts})
+    notes = choose_architecture(decoder).notes
+    assert "mlx-lm reads gpt_oss only with quantised experts" in notes
+    with pytest.raises(ConfigError) as caught:
+        choose_architecture(decoder, packed=True)
+    assert str(caught.value) == (
+        "gpt_oss has all experts in one tensor, so they cannot be packed as fp8; convert without --packed"
+    )
+
+
 # -- what is refused
 
 NO_EQUAL = "has no counterpart in transformers"
@@ -494,6 +574,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "latent window": (
         {"attention": {**LATENT, "window": 7}, "ffn": ROUTED_BY_SIGMOID},
         f"attention.window (7) {NO_EQUAL}: deepseek_v3, the nearest architecture, has null",
+    ),
+    "sinks of other experts": (
+        {"attention": {**ATTENTION, "sinks": True}, "ffn": moe(router__renormalize=True)},
+        f"attention.sinks (true) {NO_EQUAL}: mixtral, the nearest architecture, has false",
     ),
     "plain": ({"ffn": "dense"}, f'ffn.type ("dense") {NO_EQUAL}: llama'),
     "post-norm": ({"norm_placement": "post"}, f'norm_placement ("post") {NO_EQUAL}: llama'),
@@ -532,3 +616,75 @@ def test_nothing_that_is_there_is_lost(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
         export_transformers(decoder, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+# -- for llama.cpp; `test_clients.py` runs the files there
+
+CATS = b"the cat sat on the mat, the cat sat" * 9
+
+
+def test_weights_are_in_the_dtype_of_the_model_and_vectors_and_routers_in_float32(
+    tmp_path: Path,
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    decoder = decoder_of(ffn=moe(router__renormalize=True)).bfloat16()
+
+    export_gguf(decoder, tmp_path / "new/model.gguf", train_bpe([CATS], 512))
+
+    reader = gguf.GGUFReader(tmp_path / "new/model.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert {name for name, kind in kinds.items() if kind == "F32"} == {
+        "output_norm.weight",
+        *(
+            f"blk.{i}.{name}.weight"
+            for i in range(3)
+            for name in ("attn_norm", "ffn_norm", "ffn_gate_inp")
+        ),
+    }
+    assert set(kinds.values()) == {"F32", "BF16"}
+    down = torch.from_numpy(tensors["blk.2.ffn_down_exps.weight"].data.copy()).view(torch.bfloat16)
+    assert torch.equal(down, decoder.state_dict()["layers.2.ffn.experts.down"])
+
+
+NO_GGUF: dict[str, tuple[dict[str, Any], str]] = {
+    "router": (
+        {"attention": HEAD_NORMS, "ffn": moe()},
+        "llama.cpp requires ffn.router.renormalize: true in qwen3_moe; train with that",
+    ),
+    "window": (
+        {"attention": {**ATTENTION, "window": 7}},
+        "llama.cpp requires attention.window: null in mistral; train with that",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), NO_GGUF.values(), ids=NO_GGUF)
+def test_what_llama_cpp_would_compute_differently_is_not_written(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    with pytest.raises(ConfigError) as caught:
+        export_gguf(decoder_of(**options), tmp_path / "model.gguf", BytesTokenizer())
+    assert str(caught.value) == message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_with_another_splitting_rule_is_not_written(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    definition = json.loads(json.dumps(train_bpe([CATS], 512).to_hugging_face()))
+    definition["pre_tokenizer"]["use_regex"] = False
+    digits = {"type": "Digits", "individual_digits": True}
+    both = {"type": "Sequence", "pretokenizers": [digits, definition["pre_tokenizer"]]}
+    for splitting in (definition["pre_tokenizer"], both):
+        tokenizer = BPETokenizer({**definition, "pre_tokenizer": splitting})
+        with pytest.raises(
+            ConfigError, match="BPE that splits text as GPT-2 does; this tokenizer has"
+        ):
+            export_gguf(decoder_of(), tmp_path / "model.gguf", tokenizer)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"^a \.gguf file needs gguf: pip install gguf$"):
+        export_gguf(decoder_of(), tmp_path / "model.gguf", BytesTokenizer())

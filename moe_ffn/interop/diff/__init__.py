@@ -1,0 +1,306 @@
+"""Compare two models on a text: weights, logits, and the experts of each token.
+
+    difference = moe_ffn.diff("models/base", "models/adapter", text)
+    print(difference.verdict)
+
+B windows of S tokens, V vocabulary, E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.interop.diff.difference import ModelDifference, PositionDifference, short
+from moe_ffn.interop.diff.models import (
+    DTYPES,
+    MAX_LENGTH,
+    ComparedModel,
+    LoadOptions,
+    compare_tensors,
+    load,
+    require_same_shape,
+)
+from moe_ffn.interop.load_models import require_known_ids
+from moe_ffn.interop.replaying import read_experts, recorded_layers, replay, unable_to_replay
+from moe_ffn.interop.routings import watch
+from moe_ffn.model.decoder import is_inner, layer_number, short_name
+from moe_ffn.outputs import Routing
+from moe_ffn.weights.pretrained import no_tokenizer
+
+__all__ = ["DTYPES", "ModelDifference", "diff", "short"]
+
+TOKENS_PER_PASS, LOGITS_PER_PASS = 2048, 2**27
+"""Limits on a pass: tokens, and numbers in its logits."""
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    text: str | bytes,
+    *,
+    dtype_a: str | None = None,
+    dtype_b: str | None = None,
+    experts_a: str | None = None,
+    experts_b: str | None = None,
+    recorded: str | Path | None = None,
+    num_tokens: int = 4096,
+    window: int | None = None,
+    device: str | torch.device = "cpu",
+    trust_code: bool = False,
+) -> ModelDifference:
+    """Compare two models on a text.
+
+    Each is a run, a model folder of moe_ffn or transformers, or a folder with an adapter of peft, which is
+    merged into the other model.
+
+    Args:
+        dtype_a, dtype_b: `float64`, `float32`, `bfloat16` or `float16`; by default that of the files.
+        experts_a, experts_b: implementation of the experts: `experts.backend` of our models,
+            `experts_implementation` of transformers.
+        recorded: file of the experts that another engine recorded for this text, which take the place of the
+            experts of A; see `moe_ffn.interop.read_experts`. The text is then one sequence.
+        num_tokens: maximum number of tokens to read.
+        window: tokens of a sequence; by default as many as both models accept, at most 512.
+        trust_code: run the code that a moe_ffn folder names.
+
+    Raises:
+        ConfigError: a folder cannot be read, an optional library is missing, or the models differ in
+            vocabulary, layers or experts, so that they are not two versions of one model.
+    """
+    folders = (Path(a), Path(b))
+    options = (LoadOptions(dtype_a, experts_a, "a"), LoadOptions(dtype_b, experts_b, "b"))
+    one, two = (
+        load(folder, other, chosen, trust_code=trust_code)
+        for folder, other, chosen in zip(folders, folders[::-1], options, strict=True)
+    )
+    require_same_shape(one, two)
+    ids = _encode((one, two), text.encode() if isinstance(text, str) else text)
+    weights = compare_tensors(one, two)
+    record = None
+    if recorded is not None:
+        record = read_experts(recorded, torch.ones(1, len(ids)))
+        num_tokens = window = len(ids)
+    windows = _windows(ids, min(one.max_length, two.max_length), num_tokens, window)
+    for side in (one, two):
+        side.model.to(device)
+    outputs = _compare_outputs(one, two, windows.to(device), record)
+    notes = weights.pop("notes") + outputs.pop("notes")
+    return ModelDifference(
+        a=str(a), b=str(b), num_tokens=windows.numel(), window=windows.shape[1],
+        notes=notes, recorded=None if recorded is None else str(recorded), **weights, **outputs,
+    )  # fmt: skip
+
+
+# -- the text
+
+
+def _encode(sides: tuple[ComparedModel, ComparedModel], text: bytes) -> Tensor:
+    encoded = [(side, side.encode(text)) for side in sides if side.encode is not None]
+    if not encoded:
+        raise no_tokenizer(sides[0].folder)
+    ids = encoded[0][1]
+    if any(other != ids for _, other in encoded):
+        raise ConfigError(
+            "A and B must be versions of one model, but their tokenizers split the text differently"
+        )
+    if not ids:
+        raise ConfigError("--text: is empty; give some text")
+    require_known_ids(ids, sides[0].vocab_size, encoded[0][0].folder)
+    return torch.tensor(ids)
+
+
+def _windows(ids: Tensor, longest: int, num_tokens: int, window: int | None) -> Tensor:
+    """Return whole windows of at most `longest` tokens from the beginning of the text, (B, S)."""
+    if window is not None and window > longest:
+        raise ConfigError(f"--window ({window}) must not exceed the {longest} tokens of the model")
+    length = min(window or min(longest, MAX_LENGTH), len(ids), num_tokens)
+    count = min(len(ids), num_tokens) // length
+    return ids[: count * length].view(count, length)
+
+
+# -- the outputs
+
+
+class _Positions:
+    """Sums over the tokens at each position of a window."""
+
+    def __init__(self, length: int) -> None:
+        self.num_tokens = torch.zeros(length, dtype=torch.int64)
+        self.kl = torch.zeros(length, dtype=torch.float64)
+        self.kl_replayed = torch.zeros(length, dtype=torch.float64)
+        self.largest_logit = torch.zeros(length, dtype=torch.float64)
+        self.first_not_finite: dict[str, int] = {}
+        self.num_seen = 0
+
+    def add(self, a_SV: Tensor, b_SV: Tensor, replayed_SV: Tensor | None) -> None:
+        """Add the logits of a window."""
+        a_SV, b_SV = a_SV.double(), b_SV.double()
+        finite = {"A": a_SV.isfinite().all(dim=-1), "B": b_SV.isfinite().all(dim=-1)}
+        for side, finite_S in finite.items():
+            if not finite_S.all():
+                first = self.num_seen + int(finite_S.long().argmin())
+                self.first_not_finite.setdefault(side, first)
+        real_S = finite["A"] & finite["B"]
+        self.num_seen += len(a_SV)
+        distance_S = (b_SV - a_SV).abs().amax(dim=-1).masked_fill(~real_S, 0)
+        self.num_tokens += real_S.cpu()
+        self.largest_logit = torch.maximum(self.largest_logit, distance_S.cpu())
+        self.kl += _kl(a_SV, b_SV).masked_fill(~real_S, 0).cpu()
+        if replayed_SV is not None:
+            self.kl_replayed += _kl(a_SV, replayed_SV.double()).masked_fill(~real_S, 0).cpu()
+
+    def between(self, first: int, last: int, *, replayed: bool) -> PositionDifference:
+        """Return the means over the positions from `first` to `last`."""
+        part = slice(first, last + 1)
+        count = int(self.num_tokens[part].sum())
+        mean = max(count, 1)
+        return PositionDifference(
+            first,
+            last,
+            count,
+            float(self.kl[part].sum()) / mean,
+            float(self.largest_logit[part].max()),
+            float(self.kl_replayed[part].sum()) / mean if replayed else None,
+        )
+
+
+def _kl(a_SV: Tensor, b_SV: Tensor) -> Tensor:
+    """Return KL(A || B) of each token, float64 (S,)."""
+    log_a_SV, log_b_SV = a_SV.log_softmax(dim=-1), b_SV.log_softmax(dim=-1)
+    return (log_a_SV.exp() * (log_a_SV - log_b_SV)).sum(dim=-1).clamp(min=0)
+
+
+@torch.no_grad()
+def _compare_outputs(
+    a: ComparedModel, b: ComparedModel, windows: Tensor, record: Tensor | None
+) -> dict[str, Any]:
+    length = windows.shape[1]
+    positions = _Positions(length)
+    replayed_layers, notes = _replayable(a, b)
+    flips: dict[str, int] = {}
+    num_flipped = 0
+    per_pass = max(1, min(TOKENS_PER_PASS, LOGITS_PER_PASS // a.vocab_size) // length)
+    for ids_BS in windows.split(per_pass):
+        a_BSV, routings_a = _run(a, ids_BS)
+        b_BSV, routings_b = _run(b, ids_BS)
+        if record is not None and b.modules:
+            routings_a = _recorded(b, record, routings_b)
+        replayed_BSV = None
+        if replayed_layers:
+            given = {name: routings_a[name] for name in replayed_layers}
+            replayed_BSV, _ = _run(b, ids_BS, given)
+        for row in range(len(ids_BS)):
+            again_SV = None if replayed_BSV is None else replayed_BSV[row]
+            positions.add(a_BSV[row], b_BSV[row], again_SV)
+        flipped_T = torch.zeros(ids_BS.numel(), dtype=torch.bool, device=ids_BS.device)
+        for name in routings_a.keys() & routings_b.keys():
+            if not is_inner(name):
+                changed_T = _changed(routings_a[name], routings_b[name])
+                flips[name] = flips.get(name, 0) + int(changed_T.sum())
+                flipped_T |= changed_T
+        num_flipped += int(flipped_T.sum())
+    has_replay = bool(replayed_layers)
+    every = positions.between(0, length - 1, replayed=has_replay)
+    return {
+        "kl": every.kl,
+        "largest_logit": every.largest_logit,
+        "kl_replayed": every.kl_replayed,
+        "not_finite": windows.numel() - every.num_tokens,
+        "first_not_finite": dict(sorted(positions.first_not_finite.items())),
+        "positions": tuple(
+            positions.between(first, min(last, length - 1), replayed=has_replay)
+            for first, last in _buckets(length)
+        ),
+        "flips": {n: flips[n] / windows.numel() for n in sorted(flips, key=layer_number)},
+        "flipped": num_flipped / windows.numel() if flips else None,
+        "notes": notes,
+    }
+
+
+def _buckets(length: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of positions: 0 to 3, 4 to 15, 16 to 63 and so on."""
+    first, end = 0, 4
+    while first < length:
+        yield first, end - 1
+        first, end = end, 4 * end
+
+
+def _replayable(a: ComparedModel, b: ComparedModel) -> tuple[list[str], tuple[str, ...]]:
+    """Return the layers of A whose experts B can replay, and notes on the others."""
+    if not a.modules or not b.modules:
+        dense = [side for side, found in (("A", a.modules), ("B", b.modules)) if not found]
+        note = f"routing is not compared: {' and '.join(dense)} {'have' if len(dense) > 1 else 'has'} no "
+        return [], (note + "sparse layers whose routing can be watched",)
+    layers, others = [], []
+    for name, path in b.modules.items():
+        can = unable_to_replay(b.model.get_submodule(path)) is None
+        (layers if can else others).append(name)
+    if not others:
+        return layers, ()
+    numbers = ", ".join(map(short_name, others))
+    return layers, (f"layers with routers that cannot replay choose again: {numbers}",)
+
+
+def _run(
+    side: ComparedModel, ids_BS: Tensor, given: Mapping[str, Routing] | None = None
+) -> tuple[Tensor, Mapping[str, Routing]]:
+    """Return the logits and the routings of a pass."""
+    try:
+        with (
+            watch(side.model) if side.modules else nullcontext([{}]) as passes,
+            replay(side.model, given) if given else nullcontext(),
+        ):
+            logits_BSV = side.logits(ids_BS)
+    except ConfigError:
+        raise
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        options = {"dtype": side.options.dtype, "experts": side.options.experts}
+        flags = [
+            f"--{name}-{side.options.side} {value}" for name, value in options.items() if value
+        ]
+        if not flags:
+            raise
+        raise ConfigError(
+            f"'{side.folder}' cannot be computed with {' and '.join(flags)} ({first_line(error)})"
+        ) from error
+    return logits_BSV, passes[-1]
+
+
+def _recorded(
+    side: ComparedModel, record: Tensor, routings: Mapping[str, Routing]
+) -> dict[str, Routing]:
+    """Return the routings of a model with recorded experts instead of its own."""
+    found: dict[str, Routing] = {}
+    for name, ids in recorded_layers(side.model, record).items():
+        own_N, ids_N = (
+            routings[name].expert_ids_N,
+            ids.reshape(-1).to(routings[name].expert_ids_N.device),
+        )
+        if own_N.shape != ids_N.shape:
+            raise ConfigError(
+                f"--recorded: the record has {ids.shape[-1]} experts per token, but layer {short_name(name)} "
+                f"has {len(own_N) // routings[name].num_tokens}"
+            )
+        found[name] = replace(routings[name], expert_ids_N=torch.where(ids_N < 0, own_N, ids_N))
+    return found
+
+
+def _changed(a: Routing, b: Routing) -> Tensor:
+    """Return bool (T,), True for tokens that other experts compute in B."""
+    width = max(a.num_experts, b.num_experts)
+    pairs = [
+        (routing.token_indices_N * width + routing.expert_ids_N)[routing.computed_N]
+        for routing in (a, b)
+    ]
+    changed_T = torch.zeros(a.num_tokens, dtype=torch.bool, device=a.token_indices_N.device)
+    for ours, theirs in (pairs, pairs[::-1]):
+        changed_T[ours[~torch.isin(ours, theirs)] // width] = True
+    return changed_T

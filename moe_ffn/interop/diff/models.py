@@ -1,0 +1,288 @@
+"""The two models of a comparison, A and B: their folders, tokenizers and tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.config.errors import ConfigError, nearest_or_all, show
+from moe_ffn.experts.matrices import MatrixExperts
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.files import kind_of
+from moe_ffn.interop.diff.difference import TensorDifference
+from moe_ffn.interop.load_models import (
+    encode_utf8,
+    is_adapter_folder,
+    is_transformers_folder,
+    load_adapter,
+    load_hf_model,
+    load_hf_tokenizer,
+    max_length_of,
+    wrong_base,
+)
+from moe_ffn.interop.replaying import count_experts
+from moe_ffn.interop.routings import routing_modules
+from moe_ffn.interop.transformers import register
+from moe_ffn.kernels.select import BACKENDS
+from moe_ffn.model.decoder import Decoder, short_name
+from moe_ffn.outputs import dtype_name
+from moe_ffn.runs.folder import is_run
+from moe_ffn.runs.reader import load_run
+from moe_ffn.weights.from_transformers import load_transformers
+from moe_ffn.weights.pretrained import (
+    TOKENIZER_FILE,
+    distinct_tensors,
+    is_model_folder,
+    load_pretrained,
+    load_tokenizer,
+)
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+
+THEIR_EXPERTS = ("eager", "batched_mm", "grouped_mm", "moe_ffn")
+"""Implementations of the experts in transformers."""
+
+MAX_LENGTH = 512
+"""Default maximum number of tokens of a window."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    dtype: str | None
+    experts: str | None
+    side: str
+    """`a` or `b`; messages name the options."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *DTYPES):
+            raise ConfigError(
+                f"--dtype-{self.side}: {show(self.dtype)} is unknown{nearest_or_all(self.dtype, DTYPES)}"
+            )
+
+    def require_experts(self, known: Any) -> None:
+        if self.experts not in (None, *known):
+            raise ConfigError(
+                f"--experts-{self.side}: {show(self.experts)} is unknown for this model"
+                f"{nearest_or_all(self.experts, known)}"
+            )
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """One of the two models."""
+
+    folder: Path
+    options: LoadOptions
+    model: Any
+    encode: Callable[[bytes], list[int]] | None
+    """Tokenizer; None if the folder has none."""
+    vocab_size: int
+    max_length: int
+    is_merged: bool = False
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Layer -> path of each sparse block, as in `routing_modules`."""
+
+    def logits(self, ids_BS: Tensor) -> Tensor:
+        if isinstance(self.model, Decoder):
+            return self.model(ids_BS).logits
+        return self.model(input_ids=ids_BS, use_cache=False).logits
+
+    @property
+    def num_layers(self) -> int:
+        if isinstance(self.model, Decoder):
+            return len(self.model.layers)
+        return self.model.config.get_text_config().num_hidden_layers
+
+
+def load(folder: Path, other: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
+    """Load the model in a folder; an adapter is merged into the model in `other`."""
+    if is_adapter_folder(folder):
+        if is_adapter_folder(other):
+            raise ConfigError(
+                f"'{folder}' and '{other}' are both adapters; give the base model of one of them, or merge "
+                "both"
+            )
+        return _merge(folder, load(other, folder, options, trust_code=trust_code))
+    if is_run(folder) or is_model_folder(folder):
+        side = _load_ours(folder, options, trust_code=trust_code)
+    elif is_transformers_folder(folder):
+        side = _load_theirs(folder, options)
+    else:
+        raise ConfigError(
+            f"'{folder}' is {kind_of(folder) or 'not there'}; give a run, a model folder of moe_ffn or of "
+            "transformers, or an adapter of peft"
+        )
+    return replace(side, modules=_sparse_modules(side.model))
+
+
+def _sparse_modules(model: nn.Module) -> dict[str, str]:
+    try:
+        modules = routing_modules(model)
+    except ConfigError:
+        return {}
+    found = {name: model.get_submodule(path) for name, path in modules.items()}
+    return {
+        name: modules[name]
+        for name, module in found.items()
+        if not isinstance(module, FFNBlock) or module.routers()
+    }
+
+
+def _load_ours(folder: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
+    options.require_experts(["auto", *BACKENDS])
+    tokenizer = None
+    if is_run(folder):
+        saved = load_run(folder, trust_code=trust_code).saved_model
+        decoder, tokenizer = saved.decoder, saved.tokenizer
+    else:
+        decoder = load_pretrained(folder, trust_code=trust_code)
+        if kind_of(folder / TOKENIZER_FILE) is not None:
+            tokenizer = load_tokenizer(folder)
+    if options.dtype is not None:
+        decoder.to(DTYPES[options.dtype])
+    if options.experts is not None:
+        for module in decoder.modules():
+            if isinstance(module, MatrixExperts):
+                module.config = module.config.model_copy(update={"backend": options.experts})
+    return ComparedModel(
+        folder,
+        options,
+        decoder,
+        None if tokenizer is None else lambda text: tokenizer.encode(text).tolist(),
+        decoder.embedding.num_embeddings,
+        decoder.max_seq_len,
+    )
+
+
+def _load_theirs(folder: Path, options: LoadOptions) -> ComparedModel:
+    options.require_experts(THEIR_EXPERTS)
+    chosen: dict[str, Any] = {}
+    if options.dtype is not None:
+        chosen["dtype"] = DTYPES[options.dtype]
+    if options.experts is not None:
+        chosen["experts_implementation"] = options.experts
+    if options.experts == "moe_ffn":
+        register()
+    model = load_hf_model(folder, **chosen)
+    if options.dtype == "float64" and options.experts is None and _sparse_modules(model):
+        model.set_experts_implementation("eager")  # other implementations lack float64
+    encode = None
+    if kind_of(folder / TOKENIZER_FILE) is not None:
+        encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
+    vocab_size = model.get_input_embeddings().num_embeddings
+    return ComparedModel(
+        folder, options, model, encode, vocab_size, max_length_of(model) or MAX_LENGTH
+    )
+
+
+def _merge(folder: Path, base: ComparedModel) -> ComparedModel:
+    """Merge an adapter of peft into its base."""
+    adapted = load_adapter(folder, base.model, base.folder)
+    if adapted.unused:
+        raise wrong_base(folder, base.folder, f"which has no place for {adapted.unused[0]}")
+    if adapted.missing:
+        raise wrong_base(folder, base.folder, f"for which it lacks {adapted.missing[0]}")
+    merged = adapted.model.merge_and_unload()
+    return replace(base, folder=folder, model=merged.eval(), is_merged=True)
+
+
+def require_same_shape(a: ComparedModel, b: ComparedModel) -> None:
+    """Raise ConfigError if the models have other vocabularies, layers or experts."""
+    both = "A and B must be versions of one model, but"
+    if a.vocab_size != b.vocab_size:
+        raise ConfigError(
+            f"{both} A has a vocabulary of {a.vocab_size:,} tokens and B of {b.vocab_size:,}"
+        )
+    if a.num_layers != b.num_layers:
+        raise ConfigError(f"{both} A has {a.num_layers} layers and B has {b.num_layers}")
+    if not (a.modules and b.modules):
+        return
+    if a.modules.keys() != b.modules.keys():
+        name = min(a.modules.keys() ^ b.modules.keys())
+        sparse, dense = ("A", "B") if name in a.modules else ("B", "A")
+        raise ConfigError(
+            f"{both} layer {short_name(name)} is sparse in {sparse} and dense in {dense}"
+        )
+    for name in a.modules:
+        counts = [count_experts(side.model.get_submodule(side.modules[name])) for side in (a, b)]
+        if counts[0] != counts[1]:
+            raise ConfigError(
+                f"{both} layer {short_name(name)} has {counts[0]} experts in A and {counts[1]} in B"
+            )
+
+
+# -- the weights
+
+
+def compare_tensors(a: ComparedModel, b: ComparedModel) -> dict[str, Any]:
+    try:
+        ours, theirs = _tensors(a, b), _tensors(b, a)
+    except ConfigError as error:
+        return {
+            "num_tensors": 0, "tensors": (), "only_a": (), "only_b": (), "rounding": None,
+            "notes": (f"tensors are not compared: {error}",),
+        }  # fmt: skip
+    common = [name for name in ours if name in theirs]
+    found: list[TensorDifference] = []
+    rounding = None
+    for name in common:
+        one, two = ours[name], theirs[name]
+        if one.shape != two.shape:
+            raise ConfigError(
+                f"A and B must be versions of one model, but {name} is {tuple(one.shape)} in A and "
+                f"{tuple(two.shape)} in B"
+            )
+        if one.dtype != two.dtype:
+            coarse = max((one.dtype, two.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+            one, two = one.to(coarse), two.to(coarse)
+            rounding = dtype_name(coarse)
+        if not torch.equal(one, two):
+            found.append(_tensor_difference(name, one, two))
+    found.sort(key=lambda tensor: -tensor.relative)
+    return {
+        "num_tensors": len(common),
+        "tensors": tuple(found),
+        "only_a": tuple(name for name in ours if name not in theirs),
+        "only_b": tuple(name for name in theirs if name not in ours),
+        "rounding": rounding,
+        "notes": (),
+    }
+
+
+def _tensors(side: ComparedModel, other: ComparedModel) -> dict[str, Tensor]:
+    """Return the tensors of a model; if only the other is ours, by our names and in our layout."""
+    if isinstance(side.model, Decoder):
+        return distinct_tensors(side.model)
+    if isinstance(other.model, Decoder):
+        if side.is_merged:
+            raise ConfigError(
+                "the adapter's base is a model of transformers, the other model is not"
+            )
+        return distinct_tensors(load_transformers(side.folder))
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in side.model.state_dict().items():
+        named.setdefault(tensor.data_ptr(), (name, tensor))  # tied tensors once
+    return dict(named.values())
+
+
+def _tensor_difference(name: str, one: Tensor, two: Tensor) -> TensorDifference:
+    dtype = torch.promote_types(one.dtype, torch.float32)
+    one, two = one.to(dtype), two.to(dtype)
+    distance = (two - one).abs()
+    largest = float(distance.max())
+    rows = distance.flatten(1).amax(1) if distance.ndim > 1 else distance.flatten()
+    scale = float(one.abs().max())
+    return TensorDifference(
+        name,
+        largest,
+        largest / scale if scale and math.isfinite(largest) else math.inf,
+        rows=int((rows != 0).sum()),
+        num_rows=len(rows),
+    )
