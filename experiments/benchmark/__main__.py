@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -23,6 +21,7 @@ from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.kernels.select import BACKENDS
+from moe_ffn.training.monitoring.hardware import describe_hardware
 
 SUITES: dict[str, Callable[[Session], None]] = {
     "rows": suites.rows,
@@ -86,7 +85,7 @@ def describe_machine(device: torch.device) -> str:
     is_gpu = device.type == "cuda"
     kernels = "compiled" if unavailable_reason() is None else "not compiled"
     return (
-        f"{torch.cuda.get_device_name(device) if is_gpu else processor_name()}, "
+        f"{torch.cuda.get_device_name(device) if is_gpu else describe_hardware()['processor']}, "
         f"{torch.get_num_threads()} threads, {platform.system()}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, moe_ffn {moe_ffn.__version__}"
         f"{'' if is_gpu else f', cpu kernels {kernels}'}"
@@ -106,15 +105,6 @@ def describe_kernels(shape: Shape) -> list[str]:
         work = f"{cost.flops / 1e12:7.3f}{cost.num_bytes / 1e9:8.2f}"
         lines.append(f"  {cost.kernel:28}{work}  {amount(least)}")
     return [*lines, f"  {'all':28}{'':15}  {amount(total)}"]
-
-
-def processor_name() -> str:
-    """Return the name of the processor; `platform.processor` is empty on Linux."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _parser() -> Parser:
