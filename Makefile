@@ -41,7 +41,7 @@ test-reliability: $(DEV)  ## what docs/explanation/reliability.md promises, all 
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability
 
 # litgpt alone without its dependencies: it wants an older huggingface-hub than transformers 5.
-clients:  ## run exported models in llama.cpp, mlx-lm and litgpt, compare formats with torchao and learning rates with mup, in build/clients; 20 minutes the first time
+clients:  ## run exported models in llama.cpp, mlx-lm and litgpt, the callback in TRL, formats beside torchao and learning rates beside mup, in build/clients; 20 minutes the first time
 	$(PYTHON) -m venv build/clients
 	build/clients/bin/pip install --quiet --constraint requirements.lock torch
 	build/clients/bin/pip install --quiet --constraint requirements.lock --editable ".[gguf]" $(EDITABLE) transformers pytest
@@ -49,9 +49,11 @@ clients:  ## run exported models in llama.cpp, mlx-lm and litgpt, compare format
 	  "jsonargparse[signatures]<=4.41" psutil
 	build/clients/bin/pip install --quiet --no-deps litgpt==0.5.13
 	build/clients/bin/pip install --quiet --constraint requirements.lock torchao==0.18.0 compressed-tensors==0.20.0 mup==1.0.0
+	build/clients/bin/pip install --quiet --constraint requirements.lock trl==1.16.0 peft==0.21.2
 	build/clients/bin/python -c "import llama_cpp, mlx_lm, litgpt"
 	build/clients/bin/python -m pytest -q --noconftest -m slow tests/weights/test_clients.py \
 	  tests/experts/test_low_precision.py tests/model/test_parametrization.py
+	build/clients/bin/python -m pytest -q --noconftest tests/interop/test_trainer.py -k trl
 
 lint: $(DEV)  ## format, lint and types
 	$(VENV)/bin/ruff format --check $(CODE)

@@ -287,9 +287,7 @@ def _shared_problems(
     ]
     matrices = {name: p for name, p in layer.shared.items() if p.ndim >= 2 and ".lora_" not in name}
     zero = [name for name, matrix in matrices.items() if not matrix.any()]
-    if (
-        len(zero) == 1
-    ):  # a zero matrix stops the gradient of the others, as at the start of training
+    if len(zero) == 1:  # it stops the gradient of the others, as at the start of training
         dead = [name for name in dead if name in zero]
     if dead and len(zero) < 2:  # two zero matrices never train, as in an expert that was added
         yield LEARNING.at(layer.name).fails(

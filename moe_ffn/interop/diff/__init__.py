@@ -75,12 +75,9 @@ def diff(
         ConfigError: a folder cannot be read, an optional library is missing, or the models differ in
             vocabulary, layers or experts, so that they are not two versions of one model.
     """
-    folders = (Path(a), Path(b))
-    options = (LoadOptions(dtype_a, experts_a, "a"), LoadOptions(dtype_b, experts_b, "b"))
-    one, two = (
-        load(folder, other, chosen, trust_code=trust_code)
-        for folder, other, chosen in zip(folders, folders[::-1], options, strict=True)
-    )
+    a, b = Path(a), Path(b)
+    one = load(a, b, LoadOptions(dtype_a, experts_a, "a"), trust_code=trust_code)
+    two = load(b, a, LoadOptions(dtype_b, experts_b, "b"), trust_code=trust_code)
     require_same_shape(one, two)
     ids = _encode((one, two), text.encode() if isinstance(text, str) else text)
     weights = compare_tensors(one, two)
@@ -280,10 +277,8 @@ def _recorded(
     """Return the routings of a model with recorded experts instead of its own."""
     found: dict[str, Routing] = {}
     for name, ids in recorded_layers(side.model, record).items():
-        own_N, ids_N = (
-            routings[name].expert_ids_N,
-            ids.reshape(-1).to(routings[name].expert_ids_N.device),
-        )
+        own_N = routings[name].expert_ids_N
+        ids_N = ids.flatten().to(own_N.device)
         if own_N.shape != ids_N.shape:
             raise ConfigError(
                 f"--recorded: the record has {ids.shape[-1]} experts per token, but layer {short_name(name)} "

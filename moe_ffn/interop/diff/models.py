@@ -163,14 +163,10 @@ def _load_ours(folder: Path, options: LoadOptions, *, trust_code: bool) -> Compa
 
 def _load_theirs(folder: Path, options: LoadOptions) -> ComparedModel:
     options.require_experts(THEIR_EXPERTS)
-    chosen: dict[str, Any] = {}
-    if options.dtype is not None:
-        chosen["dtype"] = DTYPES[options.dtype]
-    if options.experts is not None:
-        chosen["experts_implementation"] = options.experts
     if options.experts == "moe_ffn":
         register()
-    model = load_hf_model(folder, **chosen)
+    chosen = {"dtype": DTYPES.get(options.dtype or ""), "experts_implementation": options.experts}
+    model = load_hf_model(folder, **{key: value for key, value in chosen.items() if value})
     if options.dtype == "float64" and options.experts is None and _sparse_modules(model):
         model.set_experts_implementation("eager")  # other implementations lack float64
     encode = None
