@@ -396,7 +396,7 @@ def title(path: Path) -> str:
     return text.partition("\n")[0].removeprefix("# ")
 
 
-SHELVES = {
+PARTS = {
     "tutorials/index.md": ["tutorials/*.md"],
     "notebooks/index.md": ["notebooks/*.ipynb"],
     "howto/index.md": ["howto/*.md"],
@@ -405,19 +405,19 @@ SHELVES = {
     "explanation/index.md": ["explanation/*.md", "performance/*.md"],
     "studies/README.md": ["studies/*.md", "leaderboard.md"],
 }
-"""Page that introduces a shelf -> its pages."""
+"""Page that introduces a part of the documentation -> the pages of that part."""
 
 
 def pages() -> str:
     """Return links to all pages, by title."""
     rows: list[list[str]] = []
-    for introduction, patterns in SHELVES.items():
+    for introduction, patterns in PARTS.items():
         found = {path for pattern in patterns for path in DOCS.glob(pattern)}
         links = sorted(
             f"[{title(path)}]({path.relative_to(DOCS)})" for path in found - {DOCS / introduction}
         )
         rows += [[link, title(DOCS / introduction)] for link in links]
-    return table(["page", "shelf"], rows)
+    return table(["page", "part"], rows)
 
 
 # -- Sphinx
