@@ -42,7 +42,10 @@ DRAWN = re.compile(r'class="js-line"[^>]* d="([^"]*)"|class="point"[^>]* transfo
 """Lines and points of an SVG that plotly drew."""
 WIDTH = 760
 """Pixels of a picture."""
-IN_THE_DARK = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.92) hue-rotate(180deg) } }</style>"
+IN_THE_DARK = (
+    "<style>@media (prefers-color-scheme: dark) "
+    "{ svg { filter: invert(0.92) hue-rotate(180deg) } }</style>"
+)
 """Swaps light and dark, and keeps hues, where a picture is shown in the dark."""
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]\d+)?")
 
