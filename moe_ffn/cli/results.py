@@ -18,10 +18,11 @@ from torch import Tensor
 
 from moe_ffn.config.errors import printable
 from moe_ffn.config.sizes import linear_flops
-from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.prepare import DataConfig, PreparedData, validation_batches
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_atomically
-from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
+from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM, ngram_loss, unigram_loss
 from moe_ffn.metrics.load_summary import percent, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns
 from moe_ffn.model.decoder import short_name
@@ -41,17 +42,41 @@ MAX_WINDOWS = 1024
 """Maximum number of window losses in a summary; a bootstrap needs no more."""
 
 
-def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
+MAX_COUNTED = 1 << 22
+"""Maximum number of tokens that the 5-gram model counts, which takes some seconds."""
+
+
+def baseline_losses(
+    config: DataConfig, data: PreparedData, num_batches: int, seed: int
+) -> dict[str, float]:
+    """Return the losses of the unigram model and of the 5-gram model, in nats per token.
+
+    The unigram model counts the whole training split; the 5-gram model counts what `num_batches`
+    micro-batches read, each text once, up to `MAX_COUNTED` tokens.
+    """
+    vocab_size = data.tokenizer.vocab_size
+    validation = validation_batches(config, data).windows
+    batches = TrainBatches(
+        data.train, seq_len=config.seq_len, batch_size=config.batch_size, seed=seed
+    )
+    read = batches.windows_read(num_batches, MAX_COUNTED)
+    return {
+        "unigram_loss": unigram_loss(data.train, validation[:, 1:].reshape(-1), vocab_size),
+        "ngram_loss": ngram_loss(read, validation, vocab_size),
+    }
+
+
+def summary_of(callbacks: RunCallbacks, baselines: Mapping[str, float]) -> dict[str, Any]:
     """Return the content of `summary.json` of a finished run; see `runs.json_files.Summary`.
 
     Args:
-        unigram_loss: loss of a model that knows only the token frequencies, in nats per token.
+        baselines: the result of `baseline_losses`.
     """
     steps, validation = callbacks.steps, callbacks.validation
     return {
         "validation_loss": validation.last["loss"],
         "validation_bits_per_byte": validation.last["bits_per_byte"],
-        "unigram_loss": unigram_loss,
+        **baselines,
         "tokens_per_second": steps.tokens_per_second,
         "num_tokens": steps.total_tokens,
         "train_seconds": steps.total_seconds,
@@ -74,7 +99,7 @@ def print_results(
     console: Console, folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks
 ) -> None:
     """Print the numbers of a `summary_of`, the load of every expert, a sample, and the run's folder."""
-    loss, unigram_loss = summary["validation_loss"], summary["unigram_loss"]
+    loss, unigram = summary["validation_loss"], summary["unigram_loss"]
     samples, routing = callbacks.samples, plain_values(summary["routing"])
 
     def say(text: str, style: str = "") -> None:
@@ -85,12 +110,13 @@ def print_results(
     say(
         f"\nvalidation loss {loss:.4f} nats per token, "
         f"{summary['validation_bits_per_byte']:.3f} bits per byte\n"
-        f"unigram model   {unigram_loss:.4f} nats per token\n"
+        f"unigram model   {unigram:.4f} nats per token\n"
+        f"5-gram model    {summary['ngram_loss']:.4f} nats per token\n"
         f"throughput      {summary['tokens_per_second']:,.0f} tokens/s"
     )
     if not math.isfinite(loss):
         warn("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
-    if loss > unigram_loss:
+    if loss > unigram:
         warn(WORSE_THAN_UNIGRAM)
     if summary["num_skipped_steps"]:
         say(f"skipped steps   {summary['num_skipped_steps']}")

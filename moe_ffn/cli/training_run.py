@@ -14,17 +14,23 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from moe_ffn.cli.results import describe_data, model_table, print_results, summary_of, write_summary
+from moe_ffn.cli.results import (
+    baseline_losses,
+    describe_data,
+    model_table,
+    print_results,
+    summary_of,
+    write_summary,
+)
 from moe_ffn.config.environment import is_first_rank
 from moe_ffn.config.errors import ConfigError, command, expand_path, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.option_tree import show_value
 from moe_ffn.config.trust import trust
 from moe_ffn.config.yaml_files import to_yaml
-from moe_ffn.data.prepare import PreparedData, prepare, validation_batches
+from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.experts.base import compile_kernels
 from moe_ffn.files import reason
-from moe_ffn.metrics import unigram_loss
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.page import write_report
 from moe_ffn.runs import assemble, custom_code
@@ -371,8 +377,9 @@ def finish(
         }
         why = " or ".join(name for name, limit in limits.items() if limit is not None)
         say(f"ended after step {trainer.global_step} of {max_steps} ({why})")
-    targets = validation_batches(config.data, data).targets
-    summary = summary_of(callbacks, unigram_loss(data.train, targets, data.tokenizer.vocab_size))
+    num_batches = trainer.global_step * trainer.accumulate_grad_batches
+    baselines = baseline_losses(config.data, data, num_batches, config.seed)
+    summary = summary_of(callbacks, baselines)
     failure = ""
     if problem := callbacks.checkpoints.problem:
         failure = f"the weights of step {trainer.global_step} are not saved ({problem})"

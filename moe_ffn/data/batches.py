@@ -184,14 +184,29 @@ class TrainBatches(_Batches):
         """Return micro-batch `index`, counted from the start of training."""
         rows = self.batch_size // self.world_size
         first = index * self.batch_size + self.rank * rows
-        end = first + rows
+        return self._batch(self._starts(first, first + rows))
+
+    def windows_read(self, num_batches: int, max_tokens: int) -> np.ndarray:
+        """Return the first windows of all ranks, each text once, (num_windows, S + 1).
+
+        Args:
+            num_batches: micro-batches read; windows after the first epoch are left out.
+            max_tokens: most tokens to return.
+        """
+        most = max(1, max_tokens // (self.seq_len + 1))
+        return self._windows(
+            self._starts(0, min(num_batches * self.batch_size, self.windows_per_epoch, most))
+        )
+
+    def _starts(self, first: int, end: int) -> np.ndarray:
+        """Return the first token of the windows `first` to `end` - 1, counted from the start of training."""
         starts = []
         while first < end:
             epoch, window = divmod(first, self.windows_per_epoch)
             of_epoch = epoch_starts(len(self.tokens), self.seq_len, self.seed, epoch)
             starts.append(of_epoch[window : window + end - first])
             first += len(starts[-1])
-        return self._batch(np.concatenate(starts))
+        return np.concatenate(starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,10 +235,10 @@ class ValidationBatches(_Batches):
     @property
     def sha256(self) -> str:
         """Digest of all windows in order; equal digests mean that losses are comparable."""
-        windows = np.ascontiguousarray(self._windows(self._starts), dtype="<u4")
+        windows = np.ascontiguousarray(self.windows, dtype="<u4")
         return hashlib.sha256(f"{windows.shape} ".encode() + windows.tobytes()).hexdigest()
 
     @property
-    def targets(self) -> np.ndarray:
-        """Tokens to predict, in order, (num_windows * seq_len,)."""
-        return self._windows(self._starts)[:, 1:].reshape(-1)
+    def windows(self) -> np.ndarray:
+        """All windows, (num_windows, S + 1); every token but the first of each is predicted."""
+        return self._windows(self._starts)

@@ -8,6 +8,7 @@ The functions need only torch. The classes accumulate over batches and ranks, an
 from typing import TYPE_CHECKING
 
 from moe_ffn.config.lazy import lazy_names
+from moe_ffn.metrics.baselines import ngram_loss, unigram_loss
 from moe_ffn.metrics.functional import (
     chosen_experts,
     churn,
@@ -21,7 +22,6 @@ from moe_ffn.metrics.functional import (
     nonfinite_tokens,
     rank_max_violation,
     top1_margin,
-    unigram_loss,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ __all__ = [
     "load_entropy",
     "logit_max",
     "max_violation",
+    "ngram_loss",
     "nonfinite_tokens",
     "rank_max_violation",
     "top1_margin",

@@ -1,4 +1,4 @@
-"""Routing metrics as pure functions of one layer's `Routing` or of its counts, and the unigram baseline.
+"""Routing metrics as pure functions of one layer's `Routing` or of its counts.
 
 T tokens, E experts, K experts per token, N (token, expert) pairs, B sequences
 """
@@ -6,9 +6,7 @@ T tokens, E experts, K experts per token, N (token, expert) pairs, B sequences
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,48 +192,3 @@ def idle_steps(before_E: Tensor, load_E: Tensor, num_steps: int) -> Tensor:
         load_E: load of the steps since then.
     """
     return torch.where(load_E > 0, 0, before_E + num_steps)
-
-
-# -- language model
-
-
-WORSE_THAN_UNIGRAM = (
-    "worse than the unigram model, which only counts tokens: the run is too short or broken"
-)
-"""Remark on a validation loss above `unigram_loss`."""
-
-
-class _Tokens(Protocol):
-    """Sequence of token ids whose slices are arrays: an array, or files that are read on demand."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: slice, /) -> Any: ...
-
-
-def unigram_loss(train_tokens: _Tokens, validation_targets: _Tokens, vocab_size: int) -> float:
-    """Return the cross-entropy, in nats per token, of a model that knows only how often each token occurs.
-
-    Its probabilities are the add-one-smoothed frequencies p(v) = (count(v) + 1) / (num_counted + vocab_size).
-    At most 2**28 tokens are counted, in evenly spaced chunks.
-
-    Args:
-        train_tokens: (num_tokens,) ids below `vocab_size`, which may be memory-mapped.
-        validation_targets: (num_targets,) ids to predict, `ValidationBatches.targets`.
-    """
-    train = _counts(train_tokens, vocab_size)
-    validation = _counts(validation_targets, vocab_size)
-    nats = np.log(train.sum() + vocab_size) - np.log(train + 1)
-    return float(validation @ nats / validation.sum())
-
-
-_CHUNK, _MAX_CHUNKS = 1 << 20, 1 << 8
-
-
-def _counts(tokens: _Tokens, vocab_size: int) -> np.ndarray:
-    """Return how often each id occurs, (vocab_size,). Counts in chunks, because bincount copies to int64."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    step = max(len(tokens) / _MAX_CHUNKS, _CHUNK)
-    for start in map(round, np.arange(0, len(tokens), step)):
-        counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab_size)
-    return counts

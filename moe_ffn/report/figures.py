@@ -75,7 +75,7 @@ class NotMeasuredError(LookupError):
 
 
 def loss(run: Run) -> go.Figure:
-    """Draw training and validation loss, and the loss of the unigram model."""
+    """Draw training and validation loss, and the losses of the unigram and 5-gram models."""
     return curve(run, "loss")
 
 
@@ -88,9 +88,8 @@ def curve(run: Run, key: str) -> go.Figure:
     metric = find(RUN_METRICS, key)
     only_line = metric.quantity if len(metric.rows) == 1 else ""
     keys = {only_line or LINE_NAMES[row]: f"{row}/{key}" for row in metric.rows}
-    levels: dict[str, float] = {}
-    if key == "loss" and run.summary.unigram_loss is not None:
-        levels["unigram model"] = run.summary.unigram_loss
+    baselines = {"unigram model": run.summary.unigram_loss, "5-gram model": run.summary.ngram_loss}
+    levels = {k: v for k, v in baselines.items() if v is not None} if key == "loss" else {}
     return _curves(run, metric, keys, levels=levels)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.sizes import TRAINING_FLOPS
-from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
+from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, result_columns
 from moe_ffn.model.decoder import short_name
@@ -134,13 +134,13 @@ def best_loss(run: Run) -> float | None:
     return min(values)
 
 
-def relative_to_unigram(run: Run) -> str:
-    """Return the validation loss relative to the unigram model, `0.8448 below it (27%)`; empty if unknown."""
-    loss, unigram = finite(final(run, "validation/loss")), finite(run.summary.unigram_loss)
-    if loss is None or not unigram:
-        return ""
-    side = "below" if loss <= unigram else "above"
-    return f"{abs(unigram - loss):.4f} {side} it ({abs(1 - loss / unigram):.0%})"
+def relative_to(run: Run, baseline: float | None) -> str:
+    """Return `loss is 0.8448 below it (27%)` about the loss of a baseline; its unit if one is unknown."""
+    loss, other = finite(final(run, "validation/loss")), finite(baseline)
+    if loss is None or not other:
+        return "nats per token"
+    side = "below" if loss <= other else "above"
+    return f"loss is {abs(other - loss):.4f} {side} it ({abs(1 - loss / other):.0%})"
 
 
 def tokens_seen(run: Run) -> float | None:

@@ -95,6 +95,8 @@ class Summary(JsonFile):
     validation_bits_per_byte: float | None = None
     unigram_loss: float | None = None
     """Loss of a model that knows only the frequencies of tokens, in nats per token."""
+    ngram_loss: float | None = None
+    """Loss of a 5-gram model of the tokens that the run has read, in nats per token."""
     tokens_per_second: float | None = None
     num_tokens: Count | None = None
     """Training tokens, summed over ranks; steps that a resumed run repeated count once."""

@@ -146,6 +146,7 @@ class Run:
             "validation loss": self.summary.validation_loss or self.series("validation/loss").last,
             "bits per byte": self.summary.validation_bits_per_byte,
             "unigram model": self.summary.unigram_loss,
+            "5-gram model": self.summary.ngram_loss,
         }
         facts = {name: f"{loss:.4f}" for name, loss in losses.items() if loss is not None}
         facts |= {name: f"{count:,.0f}" for name, count in counts.items() if count is not None}

@@ -248,6 +248,11 @@ class Comparison:
             if arm.base
         ]
 
+    @property
+    def beside_ngrams(self) -> str:
+        """Sentence that compares all runs with 5-gram models of the tokens they read; empty if unknown."""
+        return beside_ngrams(run for arm in self.arms for run in arm.results)
+
     @classmethod
     def of(
         cls,
@@ -325,6 +330,21 @@ class Comparison:
         if baselines:
             label += ", or the arm's own baseline"
         return cls(compared, label, notes, _tunings(results, names), question)
+
+
+def beside_ngrams(runs: Iterable[RunResult]) -> str:
+    """Return how many runs end below a 5-gram model of the tokens that they read; empty if unknown."""
+    pairs = [(run.outcome.validation_loss, run.outcome.ngram_loss) for run in runs]
+    known = [(loss, ngrams) for loss, ngrams in pairs if loss is not None and ngrams is not None]
+    if not known:
+        return ""
+    losses = sorted(f"{ngrams:.3f}" for _, ngrams in known)
+    where = " to ".join(dict.fromkeys([losses[0], losses[-1]]))
+    num_lower = sum(loss < ngrams for loss, ngrams in known)
+    return (
+        f"{num_lower} of {len(known)} runs end below a 5-gram model of the tokens that they read ({where} "
+        "nats per token)."
+    )
 
 
 # -- the differences

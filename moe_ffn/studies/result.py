@@ -71,6 +71,8 @@ class Outcome(_Value):
     validation_loss: float | None = None
     """Last validation loss, in nats per token."""
     bits_per_byte: float | None = None
+    ngram_loss: float | None = None
+    """Loss of a 5-gram model of the tokens that the run has read, in nats per token."""
     step_seconds: float | None = None
     """Median over log rows of the median step time in each row."""
     tokens_per_second: float | None = None
@@ -169,6 +171,7 @@ class RunResult(_Value):
                 step=step,
                 validation_loss=_rounded(last["loss"]),
                 bits_per_byte=_rounded(last["bits_per_byte"]),
+                ngram_loss=_rounded(summary.ngram_loss),
                 step_seconds=_rounded(step_seconds, 6),
                 tokens_per_second=_rounded(speed, 1),
                 train_seconds=_rounded(summary.train_seconds, 3),

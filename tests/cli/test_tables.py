@@ -158,6 +158,7 @@ def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> st
         "validation_loss": 2.5,
         "validation_bits_per_byte": 3.6,
         "unigram_loss": 3.0,
+        "ngram_loss": 2.6,
         "tokens_per_second": 1000.0,
         "num_tokens": 4000,
         "train_seconds": 4.0,

@@ -136,6 +136,7 @@ def test_the_screen_shows_losses_load_sample_and_where_the_results_are(moe_run: 
         f"validation loss {summary['validation_loss']:.4f} nats per token, "
         f"{summary['validation_bits_per_byte']:.3f} bits per byte\n"
         f"unigram model   {summary['unigram_loss']:.4f} nats per token\n"
+        f"5-gram model    {summary['ngram_loss']:.4f} nats per token\n"
     ) in moe_run.stdout
     assert (
         "not judged yet: collapse, dropped pairs and dead experts need 50 steps, this run has 6\n"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -26,6 +26,14 @@ TOKENS = np.arange(1000, dtype=np.uint16)
 def rows(batch: Batch) -> list[int]:
     """The first token of each sequence, which in TOKENS is also where it lies."""
     return batch.input_ids[:, 0].tolist()
+
+
+def windows_of(batches: Iterable[Batch]) -> list[list[int]]:
+    return [
+        [*inputs, targets[-1]]
+        for batch in batches
+        for inputs, targets in zip(batch.input_ids.tolist(), batch.target_ids.tolist(), strict=True)
+    ]
 
 
 def train(**changes: int) -> TrainBatches:
@@ -62,6 +70,15 @@ class TestTrain:
         for starts in map(sorted, epochs):
             assert starts == list(range(starts[0], starts[0] + 10 * count, 10))
         assert len({tuple(start // 10 for start in starts) for starts in epochs}) == 3, "one order"
+
+    def test_what_was_read_is_each_window_once_in_order(self) -> None:
+        batches = train(batch_size=7)
+        in_order = windows_of(map(batches.__getitem__, range(50)))
+        assert batches.windows_read(3, max_tokens=1000).tolist() == in_order[:21]
+        assert batches.windows_read(50, max_tokens=1000).tolist() == in_order[:99], "an epoch"
+        assert batches.windows_read(3, max_tokens=59).tolist() == in_order[:5], "5 of 10 tokens"
+        of_rank = train(batch_size=7 * 2, rank=1, world_size=2).windows_read(2, max_tokens=1000)
+        assert len(of_rank) == 28, "of all ranks"
 
     def test_a_batch_may_be_larger_than_an_epoch(self) -> None:
         batch = TrainBatches(TOKENS[:30], seq_len=9, batch_size=8, seed=0)[3]
@@ -101,19 +118,16 @@ class TestValidation:
         assert len(everything) == 100
         assert len(ValidationBatches(TOKENS, seq_len=9, batch_size=1, num_tokens=1)) == 1
 
-    def test_targets_are_those_of_the_batches(self) -> None:
+    def test_windows_are_those_of_the_batches(self) -> None:
         batches = ValidationBatches(TOKENS, seq_len=9, batch_size=4, num_tokens=90)
-        expected = torch.cat(
-            [batch.target_ids.flatten() for batch in map(batches.__getitem__, range(len(batches)))]
-        )
-        assert batches.targets.tolist() == expected.tolist()
+        assert batches.windows.tolist() == windows_of(batches)
 
     def test_the_digest_is_of_every_token_and_of_where_windows_end(self) -> None:
         def digest(changed: int = 0, seq_len: int = 3, num_tokens: int = 12) -> str:
             ids = np.arange(1, 17, dtype=np.uint32)
             ids[-1] += changed
             batches = ValidationBatches(ids, seq_len, batch_size=1, num_tokens=num_tokens)
-            assert batches.targets[-1] == 16 + changed
+            assert batches.windows[-1, -1] == 16 + changed
             return batches.sha256
 
         # 16 tokens in 4 windows or in 2; the last one as it is, and as others of its low bytes.

@@ -243,6 +243,7 @@ def _summary(
         "validation_loss": last["validation/loss"],
         "validation_bits_per_byte": last["validation/bits_per_byte"],
         "unigram_loss": 3.08,
+        "ngram_loss": 1.21,
         "tokens_per_second": 41_207.3,
         "train_seconds": 60.0,
         "wall_seconds": 75.5,

@@ -6,6 +6,7 @@ import ast
 import importlib
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import moe_ffn
 import moe_ffn.metrics as metrics
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.metrics import functional, unigram_loss
+from moe_ffn.metrics import baselines, ngram_loss, unigram_loss
 from moe_ffn.metrics.measures import LayerBatch
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.metrics.table import (
@@ -82,7 +83,7 @@ CLASSES = {
 def test_every_public_measure_of_the_room_is_exported() -> None:
     defined = {
         node.name
-        for name in ("functional", "modular")
+        for name in ("baselines", "functional", "modular")
         for node in ast.parse((ROOM / f"{name}.py").read_text()).body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
     }
@@ -186,7 +187,7 @@ def test_counting_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     random = np.random.default_rng(0)
     train, targets = random.integers(0, 50, 1000), random.integers(0, 50, 100)
     whole = unigram_loss(train, targets, vocab_size=50)
-    monkeypatch.setattr(functional, "_CHUNK", 7)
+    monkeypatch.setattr(baselines, "_CHUNK", 7)
     assert unigram_loss(train, targets, vocab_size=50) == whole
 
 
@@ -195,10 +196,74 @@ def test_of_many_tokens_chunks_that_lie_evenly_are_counted(monkeypatch: pytest.M
     train, targets = random.integers(0, 50, 1000), random.integers(0, 50, 20)
     chunks = np.concatenate([train[start : start + 30] for start in (0, 250, 500, 750)])
     expected = unigram_loss(chunks, targets, vocab_size=50)
-    monkeypatch.setattr(functional, "_CHUNK", 30)
-    monkeypatch.setattr(functional, "_MAX_CHUNKS", 4)
+    monkeypatch.setattr(baselines, "_CHUNK", 30)
+    monkeypatch.setattr(baselines, "_MAX_CHUNKS", 4)
     # Of the targets too, which are fewer than that.
     assert unigram_loss(train, targets, vocab_size=50) == expected
+
+
+class NGrams:
+    """An n-gram model with modified Kneser-Ney smoothing, written as its formula is."""
+
+    def __init__(self, windows: list[list[int]], vocab_size: int, order: int) -> None:
+        self.vocab_size = vocab_size
+        grams = {
+            n: [tuple(w[i : i + n]) for w in windows for i in range(len(w) - n + 1)]
+            for n in range(1, order + 1)
+        }
+        self.counts = {order: Counter(grams[order])}
+        self.counts |= {n: Counter(g[1:] for g in {*grams[n + 1]}) for n in range(1, order)}
+
+    def discount(self, length: int, count: int) -> float:
+        ones, twos, threes, fours = (
+            sum(c == n for c in self.counts[length].values()) for n in range(1, 5)
+        )
+        if not count:
+            return 0
+        if not (ones and twos and threes):
+            return min(count, 3) / 2
+        y = ones / (ones + 2 * twos)
+        found = [1 - 2 * y * twos / ones, 2 - 3 * y * threes / twos, 3 - 4 * y * fours / threes]
+        best = found[min(count, 3) - 1]
+        return best if best > 0 else min(count, 3) / 2
+
+    def probability(self, context: tuple[int, ...], token: int) -> float:
+        shorter = self.probability(context[1:], token) if context else 1 / self.vocab_size
+        length = len(context) + 1
+        followers = {g: c for g, c in self.counts[length].items() if g[:-1] == context}
+        if not followers:
+            return shorter
+        count = followers.get((*context, token), 0)
+        removed = sum(self.discount(length, c) for c in followers.values())
+        kept = count - self.discount(length, count)
+        return (kept + removed * shorter) / sum(followers.values())
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 5])
+@pytest.mark.parametrize("windows", [3, 30])  # too few grams to estimate the discounts, and enough
+def test_the_ngram_loss_is_that_of_the_formula(order: int, windows: int) -> None:
+    random = np.random.default_rng(order)
+    # Tokens 6 and 7 are asked for, but never read.
+    train = random.integers(0, 4, (windows, 9)) * random.integers(0, 3, (windows, 9))
+    validation = random.integers(0, 8, (4, 9))
+    model = NGrams(train.tolist(), 8, order)
+    asked = [
+        (tuple(window[max(0, i - order + 1) : i]), window[i])
+        for window in validation.tolist()
+        for i in range(1, 9)
+    ]
+    for context in {context for context, _ in asked}:
+        assert sum(model.probability(context, token) for token in range(8)) == pytest.approx(1)
+    expected = -np.mean([math.log(model.probability(*pair)) for pair in asked])
+
+    found = ngram_loss(train.astype(np.uint16), validation.astype(np.uint16), 8, order)
+
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_windows_shorter_than_the_order_are_predicted_with_what_they_have() -> None:
+    train, validation = np.array([[0, 1], [0, 1], [1, 0]]), np.array([[0, 1], [1, 0]])
+    assert ngram_loss(train, validation, 2) == ngram_loss(train, validation, 2, order=2)
 
 
 def test_every_token_has_its_bytes() -> None:

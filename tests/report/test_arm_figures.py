@@ -201,14 +201,15 @@ def test_every_plot_has_axes_with_titles_a_legend_or_colour_bar_and_values_on_ho
                 assert trace["name"]
 
 
-def test_loss_is_drawn_beside_that_of_the_unigram_model(page: Written) -> None:
+def test_loss_is_drawn_beside_those_of_models_that_count(page: Written) -> None:
     traces = page.traces("Loss")
 
-    assert list(traces) == ["training", "validation", "unigram model"]
+    assert list(traces) == ["training", "validation", "unigram model", "5-gram model"]
     assert traces["training"]["x"] == list(range(10, 601, 10))
     assert traces["validation"]["x"] == list(range(100, 601, 100))
     assert traces["validation"]["line"]["dash"] == "dash"
     assert set(traces["unigram model"]["y"]) == {3.08}
+    assert set(traces["5-gram model"]["y"]) == {1.21}
     assert traces["unigram model"]["x"] == [10, 600], "from the first row to the last"
 
 
@@ -260,6 +261,7 @@ def test_the_last_values_and_the_healthy_ranges_need_no_pointer(
         f"training {run.series('train/loss').last:.4f}",
         f"validation {run.series('validation/loss').last:.4f}",
         "unigram model 3.0800",
+        "5-gram model 1.2100",
     ]
     (max_violation,) = page.figures["MaxVio"]
     (band,) = max_violation["layout"]["shapes"]

@@ -76,7 +76,7 @@ def check_curves(figure: Any, title: str, columns: dict[str, str], run: Run) -> 
     drawn = lines(figure)
     for name, key in columns.items():
         check_line(drawn.pop(name), run.series(key))
-    assert list(drawn) == (["unigram model"] if title == "Loss" else [])
+    assert list(drawn) == (["unigram model", "5-gram model"] if title == "Loss" else [])
 
 
 def test_the_balancing_losses_are_in_one_figure(run: Run) -> None:

@@ -21,7 +21,8 @@ from tests.helpers.written_page import Written, row_of, without_plots
 
 def test_the_head_of_a_page(folder: Path, page: Written) -> None:
     summary = json.loads((folder / "summary.json").read_text())
-    below = 3.08 - summary["validation_loss"]
+    loss = summary["validation_loss"]
+    below, above = 3.08 - loss, loss - 1.21
 
     assert "<title>moe</title>" in page.html
     for said in (
@@ -29,6 +30,7 @@ def test_the_head_of_a_page(folder: Path, page: Written) -> None:
         f"validation loss {summary['validation_loss']:.4f} nats per token",
         f"bits per byte {summary['validation_bits_per_byte']:.4f}",
         f"unigram model 3.0800 loss is {below:.4f} below it ({below / 3.08:.0%})",
+        f"5-gram model 1.2100 loss is {above:.4f} above it ({above / 1.21:.0%})",
         "tokens seen 2.46 M step 600 of 600",
         "training FLOPs 12.83 T 1.74 M per token, forward",
         "wall time 1 min 16 s 1 min 0 s in training steps",

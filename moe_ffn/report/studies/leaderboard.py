@@ -12,7 +12,7 @@ from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.files import read_object
 from moe_ffn.report.html import NONE, compact, number
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table, with_interval
-from moe_ffn.studies.comparison import Arm, Comparison, p_text
+from moe_ffn.studies.comparison import Arm, Comparison, beside_ngrams, p_text
 from moe_ffn.studies.differences import VALIDATION_OPTIONS, identity
 from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import RESULTS_FILE, RunResult
@@ -264,15 +264,17 @@ def _head(boards: Sequence[Board]) -> str:
         f"{compact(min(values))} to {compact(max(values))}"
         for values in ([b.model.active_params for b in budgets], [b.tokens for b in budgets])
     )
+    runs = [run for board in boards for arm in board.arms for run in arm.results]
     return (
         f"**A sparse block has the lowest loss at {len(sparse)} of {len(boards)} budgets**, at "
         f"{len(claimed)} of them significantly below the best dense block (p < {SIGNIFICANT} over seeds, "
         f"corrected). In seconds, {sum(ratio > 1 for ratio in timed)} of the {len(timed)} winners that were "
         f"timed reach that block's loss sooner. All models are small: {active} active parameters, {tokens} "
-        "tokens.\n\nEach row names the block that wins a budget. *Minus dense* is in nats per token: "
-        "negative is better than the best dense block. *Speed-up, FLOPs* is how many times fewer training "
-        "FLOPs the winner needs to reach the final loss of that dense block. *Speed-up, seconds* is the same "
-        "in time: below 1 the winner is slower, and a dash was not timed."
+        f"tokens. {beside_ngrams(runs)}\n\n"
+        "Each row names the block that wins a budget. *Minus dense* is in nats per token: negative is better "
+        "than the best dense block. *Speed-up, FLOPs* is how many times fewer training FLOPs the winner "
+        "needs to reach the final loss of that dense block. *Speed-up, seconds* is the same in time: below 1 "
+        "the winner is slower, and a dash was not timed."
     )
 
 
@@ -321,7 +323,8 @@ def _table(board: Board, links: Mapping[str, str]) -> str:
     head = "arm|loss|minus dense|seeds|params|active|FLOPs|tokens/s|memory|speed-up, FLOPs|speed-up, seconds"
     return (
         f"Corpus `{option('data.corpus.type')}`, tokenizer `{option('data.tokenizer.type')}`, windows of "
-        f"{option('data.seq_len')} tokens.\n\n{markdown_table(head.split('|'), rows)}"
+        f"{option('data.seq_len')} tokens. {board.comparison.beside_ngrams}\n\n"
+        f"{markdown_table(head.split('|'), rows)}"
     )
 
 

@@ -122,7 +122,7 @@ def study_page(
     fitted = without_seeds(arms)
     page = StudyPage(study.name, study.figures)
     sections: dict[str, Sequence[str]] = {
-        "": _head(study),
+        "": _head(study, comparison),
         "Design": _design(comparison),
         "Result": _result(page, study, comparison),
         "Loss by the FLOPs of all training": loss_by_all_flops(page.image, study, arms),
@@ -160,11 +160,12 @@ def _short_verdict(comparison: Comparison) -> str:
 # -- sections
 
 
-def _head(study: StudyConfig) -> Paragraphs:
+def _head(study: StudyConfig, comparison: Comparison) -> Paragraphs:
     answer, published = study.answer.strip(), study.published.strip()
     return [
         f"# {study.question.strip() or study.name}",
         f"**{answer}**" if answer else "",
+        comparison.beside_ngrams,
         f"Published: {published}" if published else "",
     ]
 
