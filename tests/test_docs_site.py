@@ -225,6 +225,16 @@ def test_the_arguments_of_each_program_are_listed_once() -> None:
     assert sorted(listed) == sorted(PROGRAMS)
 
 
+def test_the_front_page_lists_every_page() -> None:
+    listed = re.findall(
+        r"^\| \[.*\]\((\S+)\) \| ", PAGES["docs/README.md"].read_text("utf-8"), re.M
+    )
+    pages = [path for path in DOCS.rglob("*.*") if path.suffix in (".md", ".ipynb")]
+    found = [path.relative_to(DOCS).as_posix() for path in pages]
+    introductions = ("README", "index")
+    assert sorted(listed) == sorted(n for n in found if Path(n).stem not in introductions)
+
+
 # -- the site
 
 

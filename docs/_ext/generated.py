@@ -396,24 +396,28 @@ def title(path: Path) -> str:
     return text.partition("\n")[0].removeprefix("# ")
 
 
-SHELVES = [
-    *("tutorials/index", "notebooks/index", "howto/index", "reference/index"),
-    *("reference/options/index", "explanation/index", "studies/README"),
-]
-"""Pages that introduce a folder."""
+PARTS = {
+    "tutorials/index.md": ["tutorials/*.md"],
+    "notebooks/index.md": ["notebooks/*.ipynb"],
+    "howto/index.md": ["howto/*.md"],
+    "reference/index.md": ["reference/*.md"],
+    "reference/options/index.md": ["reference/options/*.md"],
+    "explanation/index.md": ["explanation/*.md", "performance/*.md"],
+    "studies/README.md": ["studies/*.md", "leaderboard.md"],
+}
+"""Page that introduces a part of the documentation -> the pages of that part."""
 
 
 def pages() -> str:
-    """Return links to the pages of each folder, by title."""
+    """Return links to all pages, by title."""
     rows: list[list[str]] = []
-    for index in SHELVES:
-        shelf = DOCS / f"{index}.md"
-        found = [path for path in shelf.parent.iterdir() if path.suffix in (".md", ".ipynb")]
+    for introduction, patterns in PARTS.items():
+        found = {path for pattern in patterns for path in DOCS.glob(pattern)}
         links = sorted(
-            f"[{title(path)}]({path.relative_to(DOCS)})" for path in found if path != shelf
+            f"[{title(path)}]({path.relative_to(DOCS)})" for path in found - {DOCS / introduction}
         )
-        rows += [[link, title(shelf)] for link in links]
-    return table(["page", "shelf"], rows)
+        rows += [[link, title(DOCS / introduction)] for link in links]
+    return table(["page", "part"], rows)
 
 
 # -- Sphinx

@@ -231,10 +231,10 @@ def explain_unknown(path: str, message: str, tree: Option) -> str:
         return f"unknown{suggest(same_name)}"
     if why := _FIXED_TRAINER_ARGUMENTS.get(path.removeprefix("trainer.")):
         return f"is set by the program itself; {why}"
-    if "did you mean" in message:
-        return message
     if other_type := _hint_for_other_type(path, tree):
         return other_type
+    if "did you mean" in message:
+        return message
     near = nearest_options(path, tree)
     return f"unknown{near}" if near else message
 
@@ -285,7 +285,7 @@ def _hint_for_other_type(typed: str, tree: Option) -> str:
         return ""
     return (
         f"unknown with {path}.type '{section.type}'; it belongs to type {any_of(types)}: "
-        f"add --{path}.type {types[0]}"
+        f"leave it out, or add --{path}.type {types[0]}"
     )
 
 

@@ -14,7 +14,11 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "--model.dmodel 3": ("model.dmodel: unknown; did you mean 'd_model'?"),
     "--model.ffn.type dense --model.ffn.num_experts 4": (
         "model.ffn.num_experts: unknown with model.ffn.type 'dense'; it belongs to type 'moe' or "
-        "'soft_moe': add --model.ffn.type moe"
+        "'soft_moe': leave it out, or add --model.ffn.type moe"
+    ),
+    "--model.ffn {type:&dense,&router:&top_k}": (
+        "model.ffn.router: unknown with model.ffn.type 'dense'; it belongs to type 'moe' or "
+        "'mixture_of_depths': leave it out, or add --model.ffn.type moe"
     ),
     "--model.ffn_at {0:&{type:&dense,&dff:&3}}": (
         "model.ffn_at.0.dff: unknown; did you mean 'd_ff'?"
@@ -50,7 +54,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     ),
     "--data.corpus stdlib --data.corpus.paths books": (
         "data.corpus.paths: unknown with data.corpus.type 'stdlib'; it belongs to type 'text': "
-        "add --data.corpus.type text"
+        "leave it out, or add --data.corpus.type text"
     ),
     "--lr --seed 3": "--lr: unknown; did you mean 'optimizer.learning_rate'?",
     # Types.
@@ -109,8 +113,8 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     ),
     "--optimizer lbfgs": "optimizer.type: unknown 'lbfgs'; known: adafactor, adam, adamw, muon, sgd",
     "--optimizer.type adamw --optimizer.momentum 0.9": (
-        "optimizer.momentum: unknown with optimizer.type 'adamw'; it belongs to type 'sgd' or 'muon': add "
-        "--optimizer.type sgd"
+        "optimizer.momentum: unknown with optimizer.type 'adamw'; it belongs to type 'sgd' or 'muon': "
+        "leave it out, or add --optimizer.type sgd"
     ),
     "--optimizer.type sgd --optimizer.momentum 0 --optimizer.nesterov true": (
         "optimizer: nesterov (true) needs a momentum above 0, got momentum 0; give one, such as 0.9"
@@ -120,7 +124,8 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
         "leave warmup_steps null, or warmup_fraction at 0.05"
     ),
     "--optimizer.schedule.type constant --optimizer.schedule.final_fraction 0": (
-        "optimizer.schedule.final_fraction: unknown; did you mean 'warmup_fraction'?"
+        "optimizer.schedule.final_fraction: unknown with optimizer.schedule.type 'constant'; it belongs to "
+        "type 'linear' or 'cosine' or 'wsd': leave it out, or add --optimizer.schedule.type linear"
     ),
     "--run.name a/b": ("run.name: must be the name of one folder, up to 200 bytes, got 'a/b'"),
     # Combinations.
