@@ -193,10 +193,11 @@ class TrainBatches(_Batches):
             num_batches: micro-batches read; windows after the first epoch are left out.
             max_tokens: most tokens to return.
         """
-        most = max(1, max_tokens // (self.seq_len + 1))
-        return self._windows(
-            self._starts(0, min(num_batches * self.batch_size, self.windows_per_epoch, most))
-        )
+        window = self.seq_len + 1
+        num_read = min(num_batches * self.batch_size, self.windows_per_epoch)
+        if not num_read:  # a time limit can end a run before its first step
+            return np.empty((0, window), dtype=np.int64)
+        return self._windows(self._starts(0, min(num_read, max(1, max_tokens // window))))
 
     def _starts(self, first: int, end: int) -> np.ndarray:
         """Return the first token of the windows `first` to `end` - 1, counted from the start of training."""

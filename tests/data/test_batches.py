@@ -77,6 +77,7 @@ class TestTrain:
         assert batches.windows_read(3, max_tokens=1000).tolist() == in_order[:21]
         assert batches.windows_read(50, max_tokens=1000).tolist() == in_order[:99], "an epoch"
         assert batches.windows_read(3, max_tokens=59).tolist() == in_order[:5], "5 of 10 tokens"
+        assert batches.windows_read(0, max_tokens=1000).shape == (0, 10)
         of_rank = train(batch_size=7 * 2, rank=1, world_size=2).windows_read(2, max_tokens=1000)
         assert len(of_rank) == 28, "of all ranks"
 

@@ -264,6 +264,7 @@ def test_the_ngram_loss_is_that_of_the_formula(order: int, windows: int) -> None
 def test_windows_shorter_than_the_order_are_predicted_with_what_they_have() -> None:
     train, validation = np.array([[0, 1], [0, 1], [1, 0]]), np.array([[0, 1], [1, 0]])
     assert ngram_loss(train, validation, 2) == ngram_loss(train, validation, 2, order=2)
+    assert ngram_loss(train[:0], validation, 2) == pytest.approx(math.log(2)), "nothing was read"
 
 
 def test_every_token_has_its_bytes() -> None:
