@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.kernels.base import on_this_rank, product_dtype_on_cpu
+from moe_ffn.kernels.routing import is_compiled_for
 from moe_ffn.model.parametrization import (
     LAYERS,
     ParameterScale,
@@ -420,12 +421,16 @@ def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:
     This is the quintic Newton-Schulz iteration of `torch.optim.Muon` for a batch of matrices. A CPU that only
     emulates bfloat16 computes the products in float32 and rounds them, so results differ by rounding only.
     """
+    dtype = torch.bfloat16
+    if matrices_MOI.device.type == "cpu":
+        dtype = product_dtype_on_cpu(dtype)
+    if dtype == torch.float32 and is_compiled_for(matrices_MOI):
+        return torch.ops.moe_ffn_cpu.newton_schulz(matrices_MOI, num_steps, *_COEFFICIENTS, _EPS)
     a, b, c = _COEFFICIENTS
     is_tall = matrices_MOI.shape[-2] > matrices_MOI.shape[-1]
     x = matrices_MOI.bfloat16()
     x = x.mT if is_tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
-    dtype = product_dtype_on_cpu(x.dtype) if x.device.type == "cpu" else x.dtype
     for _ in range(num_steps):
         factor = x.to(dtype)
         gram = (factor @ factor.mT).to(x.dtype).to(dtype)
