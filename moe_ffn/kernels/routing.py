@@ -72,6 +72,11 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
     return order_N, torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True)
 
 
+def has_compiled_tiles(*tensors: Tensor) -> bool:
+    """Return True if the C++ loops support these tensors, and oneDNN multiplies their tiles."""
+    return is_compiled_for(*tensors) and torch.ops.moe_ffn_cpu.has_tiles()
+
+
 def is_compiled_for(*tensors: Tensor) -> bool:
     """Return True if the C++ loops support these tensors: on the CPU, with data, outside graphs.
 

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.kernels.base import on_this_rank, product_dtype_on_cpu
-from moe_ffn.kernels.routing import is_compiled_for
+from moe_ffn.kernels.routing import has_compiled_tiles
 from moe_ffn.model.parametrization import (
     LAYERS,
     ParameterScale,
@@ -424,7 +424,7 @@ def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:
     dtype = torch.bfloat16
     if matrices_MOI.device.type == "cpu":
         dtype = product_dtype_on_cpu(dtype)
-    if dtype == torch.float32 and is_compiled_for(matrices_MOI):
+    if dtype == torch.float32 and has_compiled_tiles(matrices_MOI):
         return torch.ops.moe_ffn_cpu.newton_schulz(matrices_MOI, num_steps, *_COEFFICIENTS, _EPS)
     a, b, c = _COEFFICIENTS
     is_tall = matrices_MOI.shape[-2] > matrices_MOI.shape[-1]

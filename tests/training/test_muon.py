@@ -154,7 +154,7 @@ def test_the_compiled_iteration_is_as_exact_as_torch(
         )
     finally:
         torch.set_num_threads(1)
-    monkeypatch.setattr(optimizers, "is_compiled_for", lambda *_: False)
+    monkeypatch.setattr(optimizers, "has_compiled_tiles", lambda *_: False)
     torchs = orthogonalize(matrices_MOI, 5)
 
     assert compiled.dtype == torchs.dtype
