@@ -1,16 +1,35 @@
-"""What goes to all loggers, and the log of rows."""
+"""What goes to all loggers, the log of rows, and the texts of a run, validation by validation."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from moe_ffn.cli.generate import latest_prompt
+from moe_ffn.config.errors import ConfigError
+from moe_ffn.data.corpus import TextConfig
+from moe_ffn.data.prepare import DataConfig, prepare
+from moe_ffn.ffn import FFNConfig
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring import callbacks
+from moe_ffn.training.monitoring.callbacks import SampleLog
+from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.monitoring.loggers import MetricsFile, WandbRun, alert, close
+from moe_ffn.training.sampling import SampleConfig, first_words
 from tests.helpers.fake_wandb import StubRun
 
 
@@ -110,3 +129,102 @@ def test_saved_rows_are_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch)
     logger.save()
 
     assert synced == [path.stat().st_size]
+
+
+pytestmark = pytest.mark.usefixtures("stay_in_tmp_path")
+
+FIRST_WORDS = "sat on the cat"
+"""Of what is validated on in the corpus of the tests."""
+
+
+def test_a_text_at_every_validation_and_the_last_is_the_sample(moe_run: Any) -> None:
+    lines = (moe_run.folder / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+
+    assert [sample["step"] for sample in samples] == [4, 6]
+    # Twelve documents, none drawn: validation is the end of the text, from the start of a line.
+    assert {sample["prompt"] for sample in samples} == {FIRST_WORDS}
+    assert all(sample["text"] for sample in samples)
+    assert (moe_run.folder / "sample.txt").read_text() == FIRST_WORDS + samples[-1]["text"]
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleLog:
+    """One whose texts are `text 1`, `text 2` and on, for seed 7."""
+    numbers = count(1)
+    monkeypatch.setattr(
+        callbacks, "sample_text", lambda *given: f"text {next(numbers)} of seed {given[-1]}"
+    )
+    tokenizer: Any = None
+    return SampleLog(tmp_path / "samples.jsonl", tokenizer, SampleConfig(), "def ", seed=7)
+
+
+def validate(
+    log: SampleLog, step: int, loss: float, is_first_rank: bool = True, causal: bool = True
+) -> None:
+    trainer: Any = SimpleNamespace(
+        callback_metrics={"validation/loss": torch.tensor(loss)},
+        global_step=step,
+        is_global_zero=is_first_rank,
+    )
+    decoder = SimpleNamespace(
+        config=DecoderConfig(causal=causal, ffn=FFNConfig.model_validate("dense"))
+    )
+    module = Mock(spec=LanguageModel, decoder=decoder)
+    log.on_validation_end(trainer, module)
+
+
+def test_a_model_that_has_diverged_has_no_newest_text(log: SampleLog) -> None:
+    validate(log, 4, 2.5)
+    assert log.last == "text 1 of seed 7"
+    validate(log, 8, math.nan)
+    assert log.last == ""
+    assert [line.step for line in read_lines(log.file.path, Sample)] == [4]
+
+
+def test_other_ranks_models_of_both_sides_and_no_tokens_write_no_sample(log: SampleLog) -> None:
+    validate(log, 4, 2.5, is_first_rank=False)
+    validate(log, 4, 2.5, causal=False)
+    log.options = SampleConfig(num_tokens=0)
+    validate(log, 4, 2.5)
+
+    assert log.last == ""
+    assert not log.file.path.exists()
+
+
+def test_a_resumed_run_knows_the_newest_text(log: SampleLog, tmp_path: Path) -> None:
+    """Where no validation follows, it is the sample of the results."""
+    validate(log, 4, 2.5)
+    resumed = SampleLog(log.file.path, log.tokenizer, log.options, log.prompt, seed=7)
+    resumed.load_state_dict(log.state_dict())
+    assert resumed.last == "text 1 of seed 7"
+
+
+PROMPTS = {
+    "four words": ("to be or not to be", "to be or not"),
+    "as it stands": ("\n  to be\n  or not, said he", "\n  to be\n  or not,"),
+    "of the first document": ("to be", "to be"),
+    "no words": ("\n\n", "\n\n"),
+    "no spaces": ("x" * 90, "x" * 40),
+    "a character cut in two": ("x" * 5 + " " * 30 + "é" * 90, "x" * 5 + " " * 30 + "é" * 5),
+}
+
+
+@pytest.mark.parametrize(("text", "prompt"), PROMPTS.values(), ids=PROMPTS)
+def test_the_default_prompt_is_the_beginning_of_the_validation_text(
+    tmp_path: Path, text: str, prompt: str
+) -> None:
+    (tmp_path / "a.txt").write_text("the end " * 100)
+    config = DataConfig(
+        corpus=TextConfig(paths=(str(tmp_path / "a.txt"),)), seq_len=8, cache_dir=str(tmp_path)
+    )
+    data = prepare(config)
+    ids = [*text.encode(), data.tokenizer.end_of_document, *b"another"]
+
+    assert first_words(replace(data, validation=np.array(ids, dtype=np.uint16))) == prompt
+
+
+def test_generate_takes_the_prompt_of_the_run_if_it_had_one(moe_run: Any, tmp_path: Path) -> None:
+    assert latest_prompt(moe_run.folder) == FIRST_WORDS
+    with pytest.raises(ConfigError, match=r"^--prompt: is required, since '.*' has no sample"):
+        latest_prompt(tmp_path)
