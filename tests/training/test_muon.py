@@ -50,11 +50,13 @@ def matrices(name: str, value: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("adjust_lr_fn", "nesterov"), [("original", True), ("match_rms_adamw", False)]
+    ("adjust_lr_fn", "nesterov", "max_together"),
+    [("original", True, 2**24), ("match_rms_adamw", False, 300)],
 )
 def test_it_is_torchs_muon_of_each_matrix_and_torchs_adamw_of_the_rest(
-    adjust_lr_fn: str, nesterov: bool
+    adjust_lr_fn: str, nesterov: bool, max_together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(optimizers, "MAX_TOGETHER", max_together)
     config = MuonConfig.model_validate(
         {
             "learning_rate": 0.02,
