@@ -237,7 +237,7 @@ def test_the_compiled_kernel_equals_float64(
             y = _CompiledAttention.apply(*leaves, causal, scale)
         else:
             y = torch.nn.functional.scaled_dot_product_attention(
-                *leaves, is_causal=causal, scale=scale, enable_gqa=True
+                leaves[0], leaves[1], leaves[2], is_causal=causal, scale=scale, enable_gqa=True
             )
         return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(dtype))]
 
