@@ -52,6 +52,9 @@ STEPS = 3
 STEPS_ALIKE = {"blocks/balanced_assignment": 2}
 """Steps that are compared of a config if not all: rounding, which differs between processors, decides some
 of the auction's choices, and the third step of this config depends on them by more than the tolerance."""
+MOVED_AT_ONCE = ["blocks/kimi_k3"]
+"""Configs whose first step has the tolerance of the others: another kernel of attention moves one of 256
+(token, expert) pairs of the first validation, 1.5e-4 of its loss."""
 ONE_PAIR = {"moe_capacity": 1.7}
 """Percent of a page's text that one (token, expert) pair is, where rounding decides its expert."""
 SMALL = ["--model.d_model", "48", "--model.num_layers", "2"]
@@ -210,7 +213,8 @@ def test_config_trains_to_the_frozen_losses(name: str) -> None:
     for key, tolerance in TOLERANCES.items():
         assert len(got[key]) == STEPS
         assert got[key][:steps] == pytest.approx(frozen[key][:steps], rel=tolerance), key
-        assert got[key][0] == pytest.approx(frozen[key][0], rel=tolerance / 10), key
+        first = tolerance if name in MOVED_AT_ONCE else tolerance / 10
+        assert got[key][0] == pytest.approx(frozen[key][0], rel=first), key
 
 
 @pytest.mark.slow

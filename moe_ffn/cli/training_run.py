@@ -30,8 +30,9 @@ from moe_ffn.config.option_tree import show_value
 from moe_ffn.config.trust import trust
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare
-from moe_ffn.experts.base import compile_kernels
 from moe_ffn.files import reason
+from moe_ffn.kernels.memory import keep_freed_memory
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.page import write_report
 from moe_ffn.runs import assemble, custom_code
@@ -134,7 +135,9 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         trainer = assemble.build_trainer(
             config, folder, precision, loggers, callbacks, hardware.layout
         )
-        compile_kernels(module, trainer.strategy.root_device)
+        if trainer.strategy.root_device.type == "cpu":
+            unavailable_reason()  # compiles the kernels before steps are timed
+            keep_freed_memory()
 
         token_data = assemble.make_token_data(config, data)
         with explaining_early_end(config, trainer, callbacks, loggers, say):

@@ -1,10 +1,12 @@
-"""Memory limit of this process, and errors for sizes above it."""
+"""Memory of this process: its limit, errors for sizes above it, and pages to keep."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,20 @@ _CGROUP_LIMITS = (
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
 _TRIED_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 _GPU_CAPACITY = re.compile(r"total capacity of ([\d.]+ \w+)")
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory instead of returning it to the system.
+
+    Every training step frees and allocates the same tensors, and the first write to a new page is slow.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # only glibc has it
+        mallopt(_M_MMAP_THRESHOLD, 2**25)  # larger values are rejected
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def memory_limit() -> int | None:

@@ -25,7 +25,7 @@ def float32_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """
     # A custom router with wrong shapes or dtypes gets torch's error messages.
     is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
-    if is_narrow and weight_ED.dtype == torch.float32 and _is_compiled(x_TD, weight_ED):
+    if is_narrow and weight_ED.dtype == torch.float32 and is_compiled_for(x_TD, weight_ED):
         return torch.ops.moe_ffn_cpu.float32_linear(x_TD.detach(), weight_ED.detach())
     with without_autocast(x_TD):
         return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
@@ -37,7 +37,7 @@ def float32_linear_backward(
     """Return the gradients of x, in its dtype, and of the weight; None for each that is not wanted."""
     is_narrow = x_TD.dtype in NARROW and grad_TE.ndim == x_TD.ndim == weight_ED.ndim == 2
     is_wide = grad_TE.dtype == weight_ED.dtype == torch.float32
-    is_compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
+    is_compiled = is_narrow and is_wide and is_compiled_for(grad_TE, x_TD, weight_ED)
     if is_compiled and not torch.is_grad_enabled():
         grad_x_TD, grad_ED = torch.ops.moe_ffn_cpu.float32_linear_backward(
             grad_TE, x_TD, weight_ED, wants_x, wants_weight
@@ -55,7 +55,7 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
     Among equal scores, the C++ loop prefers the lower expert id; torch guarantees no order.
     """
-    if k <= MAX_K and scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
+    if k <= MAX_K and scores_TE.dtype == torch.float32 and is_compiled_for(scores_TE):
         return torch.ops.moe_ffn_cpu.top_k(scores_TE.detach(), k)
     return scores_TE.topk(k, dim=-1).indices
 
@@ -65,14 +65,19 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
     The sort is stable. Pairs with id `num_experts` belong to no expert and come last.
     """
-    if expert_ids_N.dtype == torch.int64 and _is_compiled(expert_ids_N):
+    if expert_ids_N.dtype == torch.int64 and is_compiled_for(expert_ids_N):
         return torch.ops.moe_ffn_cpu.sort_by_expert(expert_ids_N, num_experts)
     sorted_N, order_N = expert_ids_N.sort(stable=True)
     experts_E = torch.arange(num_experts, device=expert_ids_N.device)
     return order_N, torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True)
 
 
-def _is_compiled(*tensors: Tensor) -> bool:
+def has_compiled_tiles(*tensors: Tensor) -> bool:
+    """Return True if the C++ loops support these tensors, and oneDNN multiplies their tiles."""
+    return is_compiled_for(*tensors) and torch.ops.moe_ffn_cpu.has_tiles()
+
+
+def is_compiled_for(*tensors: Tensor) -> bool:
     """Return True if the C++ loops support these tensors: on the CPU, with data, outside graphs.
 
     Otherwise torch's functions run, so the operators need no implementation for tensors without data.

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.sizes import linear_flops, linear_params
+from moe_ffn.kernels.base import is_autocast_on, is_batched, needs_gradient
+from moe_ffn.kernels.routing import has_compiled_tiles
 from moe_ffn.model.cache import LayerCache
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionEncoding
@@ -210,19 +212,23 @@ class _Attention(nn.Module):
     ) -> Tensor:
         """Return the attention output of whole sequences, (B, S, H d); arguments are (B, H, S, d)."""
         width = value.shape[-1]
+        dropout = self.dropout if self.training else 0.0
         if key.shape[-1] > width:
             # Fused kernels require equal widths; other kernels need memory quadratic in the length.
             value = F.pad(value, (0, key.shape[-1] - width))
-        attended = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            is_causal=self.causal and attn_mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+        if attn_mask is None and not dropout and _is_compiled(query, key, value):
+            attended = _CompiledAttention.apply(query, key, value, self.causal, scale)
+        else:
+            attended = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                is_causal=self.causal and attn_mask is None,
+                dropout_p=dropout,
+                scale=scale,
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
         return rearrange(attended[..., :width], "b h s d -> b s (h d)")
 
     def _attend_cached(
@@ -256,6 +262,42 @@ class _Attention(nn.Module):
         if mask_BS is not None:
             allowed = (allowed & mask_BS[:, None, :]) | (distance == 0)
         return allowed[:, None]
+
+
+def _is_compiled(*heads: Tensor) -> bool:
+    """Return True if the C++ kernel trains attention on these queries, keys and values.
+
+    Without gradients torch computes attention, because oneDNN compiles code for each new sequence length.
+    """
+    return (
+        needs_gradient(*heads)
+        and all(x_BHSd.dtype == torch.float32 for x_BHSd in heads)
+        and not is_autocast_on(heads[0])
+        and torch.backends.cuda.flash_sdp_enabled()  # `sdpa_kernel` also chooses CPU kernels
+        and has_compiled_tiles(*heads)
+    )
+
+
+class _CompiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+    ) -> Tensor:
+        operators = torch.ops.moe_ffn_cpu
+        result, log_sums_BHS = operators.attention(query, key, value, is_causal, scale)
+        ctx.save_for_backward(query, key, value, result, log_sums_BHS)
+        ctx.options = is_causal, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() or is_batched(grads[0]):
+            raise RuntimeError(
+                "attention on a CPU supports neither create_graph nor is_grads_batched; use "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which supports both"
+            )
+        operators = torch.ops.moe_ffn_cpu
+        return *operators.attention_backward(*grads, *ctx.saved_tensors, *ctx.options), None, None
 
 
 class SelfAttention(_Attention):

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ffn.config.base import Config, TaggedConfig
 from moe_ffn.kernels.base import on_this_rank, product_dtype_on_cpu
+from moe_ffn.kernels.routing import has_compiled_tiles
 from moe_ffn.model.parametrization import (
     LAYERS,
     ParameterScale,
@@ -357,6 +358,9 @@ def split_by_decay(
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 
+MAX_TOGETHER = 2**24
+"""Numbers from which on the waiting parameters are updated, which limits the memory of their copies."""
+
 
 class Muon(optim.AdamW):
     """Muon (Jordan et al. 2024) for parameter groups with `num_fused`, AdamW for other groups.
@@ -372,9 +376,8 @@ class Muon(optim.AdamW):
                 loss = closure()
         groups = self.param_groups
         for group in groups:
-            for parameter in group["params"] if "num_fused" in group else ():
-                if parameter.grad is not None:
-                    self._step_matrices(parameter, parameter.grad, group)
+            if "num_fused" in group:
+                self._step_matrices(group)
         try:
             self.param_groups = [group for group in groups if "num_fused" not in group]
             super().step()
@@ -385,33 +388,58 @@ class Muon(optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         Optimizer.__setstate__(self, state)  # Adam's version requires a step count in every state
 
-    def _step_matrices(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        """Update a group; orthogonalise matrices of equal shape together, which keeps all threads busy."""
+        together: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            update = self._averaged(parameter, parameter.grad, group)
+            if on_this_rank(parameter) is not parameter:
+                # Imported here, since the import takes half a second.
+                from moe_ffn.training.parallel.sharding import on_whole_matrices
+
+                function = partial(_orthogonal, group=group)
+                _add(parameter, on_whole_matrices(function, update, parameter), group)
+                continue
+            alike = together.setdefault(parameter.shape[-2:], [])
+            alike.append((parameter, update))
+            if sum(update.numel() for _, update in alike) >= MAX_TOGETHER:
+                _step_alike(together.pop(parameter.shape[-2:]), group)
+        for alike in together.values():
+            _step_alike(alike, group)
+
+    def _averaged(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        """Update the momentum; return this rank's part of the update before it is orthogonalised."""
         state, momentum = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        # Each rank updates its own shard.
-        local, update = on_this_rank(parameter), on_this_rank(gradient)
+        update = on_this_rank(gradient)
         buffer = on_this_rank(state["momentum_buffer"]).lerp_(update, 1 - momentum)
-        update = update.lerp(buffer, momentum) if group["nesterov"] else buffer
-        num_fused = group["num_fused"]
-        orthogonalise = partial(_orthogonal, num_fused=num_fused, num_steps=group["ns_steps"])
-        if local is parameter:
-            orthogonal = orthogonalise(update)
-        else:
-            # Imported here, since the import takes half a second.
-            from moe_ffn.training.parallel.sharding import on_whole_matrices
-
-            orthogonal = on_whole_matrices(orthogonalise, update, parameter)
-        num_rows, num_columns = parameter.shape[-2] // num_fused, parameter.shape[-1]
-        factor = _adjustment(group["adjust_lr_fn"], num_rows, num_columns)
-        local.mul_(1 - group["lr"] * group["weight_decay"])
-        local.add_(orthogonal, alpha=-group["lr"] * factor)
+        return update.lerp(buffer, momentum) if group["nesterov"] else buffer
 
 
-def _orthogonal(update: Tensor, num_fused: int, num_steps: int) -> Tensor:
+def _step_alike(alike: Sequence[tuple[Tensor, Tensor]], group: Mapping[str, Any]) -> None:
+    """Update parameters with matrices of equal shape, given with their averaged gradients."""
+    stacks = [update.reshape(-1, *update.shape[-2:]) for _, update in alike]
+    orthogonal = _orthogonal(torch.cat(stacks), group).split([len(stack) for stack in stacks])
+    for (parameter, _), part in zip(alike, orthogonal, strict=True):
+        _add(parameter, part.reshape(parameter.shape), group)
+
+
+def _add(parameter: Tensor, orthogonal: Tensor, group: Mapping[str, Any]) -> None:
+    """Decay this rank's part of a parameter, and add its orthogonalised update."""
+    num_rows, num_columns = parameter.shape[-2] // group["num_fused"], parameter.shape[-1]
+    factor = _adjustment(group["adjust_lr_fn"], num_rows, num_columns)
+    local = on_this_rank(parameter)
+    local.mul_(1 - group["lr"] * group["weight_decay"])
+    local.add_(orthogonal, alpha=-group["lr"] * factor)
+
+
+def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Orthogonalise each matrix in the update of a parameter."""
-    matrices_MOI = rearrange(update, "... (m o) i -> (... m) o i", m=num_fused)
-    return orthogonalize(matrices_MOI, num_steps).reshape(update.shape)
+    matrices_MOI = rearrange(update, "... (m o) i -> (... m) o i", m=group["num_fused"])
+    return orthogonalize(matrices_MOI, group["ns_steps"]).reshape(update.shape)
 
 
 def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:
@@ -420,12 +448,16 @@ def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:
     This is the quintic Newton-Schulz iteration of `torch.optim.Muon` for a batch of matrices. A CPU that only
     emulates bfloat16 computes the products in float32 and rounds them, so results differ by rounding only.
     """
+    dtype = torch.bfloat16
+    if matrices_MOI.device.type == "cpu":
+        dtype = product_dtype_on_cpu(dtype)
+    if dtype == torch.float32 and has_compiled_tiles(matrices_MOI):
+        return torch.ops.moe_ffn_cpu.newton_schulz(matrices_MOI, num_steps, *_COEFFICIENTS, _EPS)
     a, b, c = _COEFFICIENTS
     is_tall = matrices_MOI.shape[-2] > matrices_MOI.shape[-1]
     x = matrices_MOI.bfloat16()
     x = x.mT if is_tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
-    dtype = product_dtype_on_cpu(x.dtype) if x.device.type == "cpu" else x.dtype
     for _ in range(num_steps):
         factor = x.to(dtype)
         gram = (factor @ factor.mT).to(x.dtype).to(dtype)

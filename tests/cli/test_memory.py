@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,3 +224,24 @@ def test_a_model_folder_of_absurd_size_is_one_sentence(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"vocab_size": 257', '"vocab_size": 1000000000'))
     with pytest.raises(ConfigError, match=f"^'{re.escape(str(path))}': out of memory: "):
         load_pretrained(path.parent)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_written_again_without_new_pages() -> None:
+    """64 tensors of 1 MB, freed and allocated again: how many new pages does the second round take?"""
+    code = """
+import resource, sys, torch
+from moe_ffn.kernels.memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**18) for _ in range(64)]
+    del tensors
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(pages)
+"""
+    kept, returned = (
+        int(subprocess.check_output([sys.executable, "-c", code, word])) for word in ("keep", "no")
+    )
+    assert kept < returned / 4

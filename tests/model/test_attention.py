@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.model.attention import (
     AttentionConfig,
     LatentAttention,
     SelfAttention,
     SinkAttention,
+    _CompiledAttention,
 )
 from moe_ffn.model.norm import LayerNormConfig, NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Positions, RotaryConfig
@@ -220,3 +222,90 @@ def test_options_that_contradict_latent_attention_are_rejected(
 def test_heads_must_divide() -> None:
     with pytest.raises(ValueError, match=r"num_kv_heads \(3\) must divide num_heads \(4\)"):
         AttentionConfig(num_heads=4, num_kv_heads=3)
+
+
+needs_compiler = pytest.mark.skipif(
+    unavailable_reason() is not None, reason="needs the compiled kernels"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
+@pytest.mark.parametrize(
+    ("length", "num_heads", "num_kv_heads", "head_dim"),
+    [(1, 1, 1, 1), (64, 2, 2, 8), (100, 4, 2, 24), (129, 3, 1, 5), (600, 2, 2, 40)],
+    ids=str,
+)
+def test_the_compiled_kernel_equals_float64(
+    length: int, num_heads: int, num_kv_heads: int, head_dim: int, causal: bool
+) -> None:
+    torch.manual_seed(0)
+    heads = [num_heads, num_kv_heads, num_kv_heads]
+    inputs = [
+        torch.randn(2, length, n * head_dim).unflatten(-1, (n, head_dim)).transpose(1, 2)
+        for n in heads
+    ]
+    grad = torch.randn(2, num_heads, length, head_dim)
+    scale = 3 / math.sqrt(head_dim)  # the largest weight of a row is about 0.9
+
+    def attend(dtype: torch.dtype, compiled: bool) -> list[Tensor]:
+        leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+        if compiled:
+            y = _CompiledAttention.apply(*leaves, causal, scale)
+        else:
+            y = torch.nn.functional.scaled_dot_product_attention(
+                leaves[0], leaves[1], leaves[2], is_causal=causal, scale=scale, enable_gqa=True
+            )
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad.to(dtype))]
+
+    exact, torchs = attend(torch.float64, False), attend(torch.float32, False)
+    found = attend(torch.float32, True)
+    torch.set_num_threads(3)
+    try:
+        by_three = attend(torch.float32, True)
+    finally:
+        torch.set_num_threads(1)
+
+    assert all(map(torch.equal, found, by_three))
+    largest = max(float(expected.norm()) for expected in exact)
+    for value, of_torch, expected in zip(found, torchs, exact, strict=True):
+        error, allowed = (float((v - expected).norm()) for v in (value, of_torch))
+        assert error <= 1.5 * allowed + 2**-23 * largest
+
+
+@needs_compiler
+def test_the_compiled_kernel_trains_float32_without_masks() -> None:
+    module, positions, x = attention().float(), Positions(), tokens(2, 6).float()
+
+    def is_compiled(mask: Tensor | None = None) -> bool:
+        attended: list[Tensor] = []
+        hook = module.output.register_forward_pre_hook(lambda _, inputs: attended.extend(inputs))
+        module(x, positions, mask).sum().backward()
+        hook.remove()
+        names, node = "", attended[0].grad_fn
+        while node is not None:
+            names, node = names + node.name(), next((n for n, _ in node.next_functions if n), None)
+        return "_CompiledAttention" in names
+
+    assert is_compiled()
+    assert not is_compiled(torch.ones(2, 6, dtype=torch.bool))
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not is_compiled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_compiled()
+    module.dropout = 0.1
+    assert not is_compiled()
+    module.dropout, x = 0.0, x.double()
+    module.double()
+    assert not is_compiled()
+
+
+@needs_compiler
+def test_the_compiled_kernel_has_no_second_derivative() -> None:
+    module = attention().float()
+    attended = module(tokens(1, 5).float(), Positions(), None).sum()
+    advice = r"use torch\.nn\.attention\.sdpa_kernel\(SDPBackend\.MATH\)"
+    with pytest.raises(
+        RuntimeError, match=f"supports neither create_graph nor is_grads_batched; {advice}"
+    ):
+        torch.autograd.grad(attended, module.query.weight, create_graph=True)

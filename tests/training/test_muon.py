@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.training import optimizer as optimizers
 from moe_ffn.training.optimizer import MuonConfig, orthogonalize
 
 NUM_EXPERTS, D_MODEL, D_FF = 3, 8, 12
@@ -48,11 +50,13 @@ def matrices(name: str, value: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("adjust_lr_fn", "nesterov"), [("original", True), ("match_rms_adamw", False)]
+    ("adjust_lr_fn", "nesterov", "max_together"),
+    [("original", True, 2**24), ("match_rms_adamw", False, 300)],
 )
 def test_it_is_torchs_muon_of_each_matrix_and_torchs_adamw_of_the_rest(
-    adjust_lr_fn: str, nesterov: bool
+    adjust_lr_fn: str, nesterov: bool, max_together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(optimizers, "MAX_TOGETHER", max_together)
     config = MuonConfig.model_validate(
         {
             "learning_rate": 0.02,
@@ -122,6 +126,43 @@ def test_every_matrix_of_a_stack_becomes_orthogonal(shape: tuple[int, int]) -> N
     assert values.min() > 0.3
     assert values.max() < 1.4
     assert torch.equal(orthogonalize(torch.zeros(2, *shape), 5), torch.zeros(2, *shape).bfloat16())
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason="needs the compiled kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 4, 4), (2, 1, 5), (3, 5, 1), (2, 7, 7), (3, 176, 128), (2, 130, 300), (1, 100, 530)],
+    ids=str,
+)
+def test_the_compiled_iteration_is_as_exact_as_torch(
+    shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is the iteration in float64; torch rounds to bfloat16 at the same places."""
+    torch.manual_seed(0)
+    matrices_MOI = torch.randn(shape).to(dtype).mT.contiguous().mT  # rows need not lie together
+    x = matrices_MOI.double()
+    x = x / x.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    compiled = torch.ops.moe_ffn_cpu.newton_schulz(
+        matrices_MOI, 5, *optimizers._COEFFICIENTS, optimizers._EPS
+    )
+    torch.set_num_threads(3)
+    try:
+        by_three = torch.ops.moe_ffn_cpu.newton_schulz(
+            matrices_MOI, 5, *optimizers._COEFFICIENTS, optimizers._EPS
+        )
+    finally:
+        torch.set_num_threads(1)
+    monkeypatch.setattr(optimizers, "has_compiled_tiles", lambda *_: False)
+    torchs = orthogonalize(matrices_MOI, 5)
+
+    assert compiled.dtype == torchs.dtype
+    assert torch.equal(compiled, by_three)
+    error, allowed = ((y.double() - x).square().sum().sqrt() for y in (compiled, torchs))
+    assert error <= 1.2 * allowed
 
 
 def test_a_bfloat16_buffer_is_not_made_orthogonal_itself() -> None:

@@ -27,7 +27,10 @@ from moe_ffn.files import write_atomically
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h", "routing.h")
+SOURCES = (
+    *("experts.cpp", "attention.h", "backward.h", "layer.h", "newton_schulz.h", "passes.h"),
+    "routing.h",
+)
 
 VARIABLE = "MOE_FFN_NATIVE"
 """Environment variable; `0` turns the compiled kernels off."""

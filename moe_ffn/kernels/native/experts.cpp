@@ -1,4 +1,5 @@
-// The operators that compute the experts of a plan on a CPU, forward and backward, and those of routing.h.
+// The operators that compute the experts of a plan on a CPU, forward and backward, and those of the headers
+// attention.h, newton_schulz.h and routing.h.
 //
 // T tokens, D model width, E experts, F hidden width, H rows of the first matrix (F, or 2 F with a gate), N
 // rows of the plan: one per (token, expert) pair, sorted by expert.
@@ -12,7 +13,9 @@
 
 #include <torch/library.h>
 
+#include "attention.h"
 #include "backward.h"
+#include "newton_schulz.h"
 #include "routing.h"
 
 namespace moe_ffn {
@@ -325,6 +328,12 @@ TORCH_LIBRARY(moe_ffn_cpu, m) {
       "(Tensor, Tensor)");
   m.def("top_k(Tensor scores, int k) -> Tensor");
   m.def("sort_by_expert(Tensor expert_ids, int num_experts) -> (Tensor, Tensor)");
+  m.def("attention(Tensor query, Tensor key, Tensor value, bool is_causal, float scale) -> (Tensor, Tensor)");
+  m.def(
+      "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor log_sums, "
+      "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)");
+  m.def("has_tiles() -> bool", [] { return moe_ffn::has_tiles<float>(); });
+  m.def("newton_schulz(Tensor matrices, int steps, float a, float b, float c, float eps) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(moe_ffn_cpu, CPU, m) {
@@ -334,4 +343,7 @@ TORCH_LIBRARY_IMPL(moe_ffn_cpu, CPU, m) {
   m.impl("float32_linear_backward", moe_ffn::float32_linear_backward);
   m.impl("top_k", moe_ffn::top_k);
   m.impl("sort_by_expert", moe_ffn::sort_by_expert);
+  m.impl("attention", moe_ffn::attention);
+  m.impl("attention_backward", moe_ffn::attention_backward);
+  m.impl("newton_schulz", moe_ffn::newton_schulz);
 }

@@ -142,8 +142,12 @@ def find_tiles(dtype: torch.dtype) -> Tiles:
     kind = "ampere" if target.arch // 10 in (8, 12) else "hopper"
     if dtype != torch.float32:
         return TILES[kind, "half"]
-    exact = torch.get_float32_matmul_precision() == "highest"
-    return TILES[kind, "float32" if exact else "tf32"]
+    return TILES[kind, "float32" if _is_exact() else "tf32"]
+
+
+def _is_exact() -> bool:
+    """Return True if torch's setting forbids tf32 in float32 products."""
+    return torch.get_float32_matmul_precision() == "highest"
 
 
 # ------------------------------------------------------------------------------- launches
@@ -186,7 +190,7 @@ class Rows:
 
 def _product_options() -> dict[str, Any]:
     """Return the precision of float32 products, according to torch's setting."""
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    precision = "ieee" if _is_exact() else "tf32"
     return {"PRECISION": "interpreted" if knobs.runtime.interpret else precision, **_FUSED}
 
 
