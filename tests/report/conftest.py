@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.synthetic_run import write_run
-from tests.helpers.written_page import Written
+from tests.helpers.synthetic_run import Written, write_run
 
 
 @pytest.fixture

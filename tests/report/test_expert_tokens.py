@@ -28,7 +28,7 @@ from moe_ffn.report.expert_tokens import (
 from moe_ffn.report.page import write_report
 from tests.helpers import tiny_runs
 from tests.helpers.browser import PHONE, opened
-from tests.helpers.written_page import Written
+from tests.helpers.synthetic_run import Written
 
 VOCABULARY = (b"a", b"b", b"\n", b"")
 

@@ -24,8 +24,15 @@ from moe_ffn.report.page import report_html
 from moe_ffn.report.run_summary import duration
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.training.monitoring.routing_window import RoutingByLayer, routing_row
-from tests.helpers.synthetic_run import age, change, write_metrics, write_run
-from tests.helpers.written_page import Written, row_of, without_plots
+from tests.helpers.synthetic_run import (
+    Written,
+    age,
+    change,
+    row_of,
+    without_plots,
+    write_metrics,
+    write_run,
+)
 
 
 def test_the_head_of_a_page(folder: Path, page: Written) -> None:

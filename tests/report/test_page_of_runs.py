@@ -20,8 +20,15 @@ from moe_ffn.runs.reader import read_runs
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
 from moe_ffn.training.monitoring.json_lines import STEP_SECONDS, TRAIN_SECONDS
-from tests.helpers.synthetic_run import MEASURES, change, raise_alarms, write_run
-from tests.helpers.written_page import Written, row_of, without_plots
+from tests.helpers.synthetic_run import (
+    MEASURES,
+    Written,
+    change,
+    raise_alarms,
+    row_of,
+    without_plots,
+    write_run,
+)
 
 
 @pytest.fixture(scope="module")
