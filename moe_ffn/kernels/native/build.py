@@ -180,7 +180,7 @@ def _build(command: list[str], library: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         if library.exists():
             return
-        log.warning("compiling the CPU kernels, once (10 to 20 s)")
+        log.warning("compiling the CPU kernels, once (10 to 40 s)")
         with tempfile.TemporaryDirectory() as folder:
             compiled = Path(folder) / library.name
             _compile(command, HERE, compiled)

@@ -33,7 +33,7 @@ from moe_ffn.kernels.native.build import Kind
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.outputs import Plan
 
-SAID = "compiling the CPU kernels, once (10 to 20 s)"
+SAID = "compiling the CPU kernels, once (10 to 40 s)"
 WRITES = 'echo "a library" > "$target"'
 FAILS = 'echo "In file included" >&2; echo "experts.cpp:3:7: error: no vector" >&2; exit 1'
 
