@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any
 
@@ -206,9 +207,9 @@ def line_figure(
             traces.append(_line(steps, values, name, metric, style_of(number)))
     drawn = [series for series in lines.values() if series]
     all_steps = [step for series in drawn for step in series.steps]
-    for name, value in levels.items():
+    for (name, value), dash in zip(levels.items(), cycle(DASHES[2:]), strict=False):
         ends = [min(all_steps), max(all_steps)]
-        traces.append(_line(ends, [value, value], name, metric, ("quiet", "dot")))
+        traces.append(_line(ends, [value, value], name, metric, ("quiet", dash)))
     # The axis starts at 0; plotly would draw a single validation on an axis from 99 to 101.
     x_axis = {
         "title": axis_title(STEP_AXIS),

@@ -209,6 +209,8 @@ def test_loss_is_drawn_beside_those_of_models_that_count(page: Written) -> None:
     assert traces["validation"]["line"]["dash"] == "dash"
     assert set(traces["unigram model"]["y"]) == {3.08}
     assert set(traces["5-gram model"]["y"]) == {1.21}
+    dashes = [traces[name]["line"]["dash"] for name in ("unigram model", "5-gram model")]
+    assert dashes == ["dot", "dashdot"], "they can be told apart without colours"
     assert traces["unigram model"]["x"] == [10, 600], "from the first row to the last"
 
 
