@@ -27,7 +27,7 @@ from moe_ffn.report.studies.leaderboard import leaderboard
 from moe_ffn.report.studies.study_page import study_page
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import differing
-from moe_ffn.studies.gather import Gathered, gather, write_study
+from moe_ffn.studies.gather import Gathered, gather, write_portable_study
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         page = study_page(study, gathered.results, gathered.step_seconds, shown.as_posix())
         overrides = gathered.study.overrides if gathered.study else {}
         with explaining(f"'{folder}' cannot be written", "choose another folder"):
-            write_study(study.model_copy(update={"overrides": overrides}), folder)
+            write_portable_study(study.model_copy(update={"overrides": overrides}), folder)
         for path in page.write(args.output):
             print(f"written: {path}")
     if args.leaderboard is not None:

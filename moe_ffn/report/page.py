@@ -116,4 +116,7 @@ def watch(
 
 def _has_begun(folder: Path) -> bool:
     """Return True if the folder has files, or the path is not a folder."""
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    try:
+        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError:  # `write_report` gives the reason
+        return True

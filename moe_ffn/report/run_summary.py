@@ -16,7 +16,7 @@ from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, resu
 from moe_ffn.model.decoder import short_name
 from moe_ffn.notebook_cards import spread
 from moe_ffn.report.html import NONE, number
-from moe_ffn.runs.config import block_of
+from moe_ffn.runs.config import block_of, value_in_words
 from moe_ffn.runs.json_files import AlarmLine, finite
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
@@ -83,9 +83,11 @@ STATES = {
 
 def block(option: Callable[[str], Any]) -> str:
     """Describe the block of a run, and name the layers that differ."""
-    overrides = option("model.ffn_at")
-    others = f"; differs in layers {', '.join(map(str, overrides))}" if overrides else ""
-    return (block_of(option("model")) or "unknown block") + others
+    overrides, ffn = option("model.ffn_at"), option("model.ffn")
+    others = ", ".join(map(str, overrides)) if isinstance(overrides, dict) else ""
+    # Options of untrusted code, or of another version, can be shown, but not described.
+    text = block_of(option("model")) or (value_in_words(ffn) if ffn else "unknown block")
+    return f"{text}; differs in layers {others}" if others else text
 
 
 def progress(run: Run) -> str:

@@ -338,8 +338,8 @@ def beside_ngrams(runs: Iterable[RunResult]) -> str:
     known = [(loss, ngrams) for loss, ngrams in pairs if loss is not None and ngrams is not None]
     if not known:
         return ""
-    losses = sorted(f"{ngrams:.3f}" for _, ngrams in known)
-    where = " to ".join(dict.fromkeys([losses[0], losses[-1]]))
+    losses = [ngrams for _, ngrams in known]
+    where = " to ".join(dict.fromkeys(f"{end(losses):.3f}" for end in (min, max)))
     num_lower = sum(loss < ngrams for loss, ngrams in known)
     return (
         f"{num_lower} of {len(known)} runs end below a 5-gram model of the tokens that they read ({where} "

@@ -97,12 +97,12 @@ class Gathered:
             make_folder(folder)
             add_results(folder, self.results)
             if self.study is not None:
-                write_study(self.study, folder)
+                write_portable_study(self.study, folder)
             for path in self.timing_files:
                 write_atomically(folder / path.name, read_bytes(path))
 
 
-def write_study(study: StudyConfig, folder: Path) -> None:
+def write_portable_study(study: StudyConfig, folder: Path) -> None:
     """Write a study without paths of this machine into a folder; raise OSError if that fails."""
     write_atomically(folder / STUDY_FILE, to_yaml(_without_paths(study)))
 

@@ -359,7 +359,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 
 MAX_TOGETHER = 2**24
-"""Numbers from which on the waiting parameters are updated, which limits the memory of their copies."""
+"""Numbers from which on waiting parameters of one shape are updated, which limits the memory of copies."""
 
 
 class Muon(optim.AdamW):
@@ -389,7 +389,10 @@ class Muon(optim.AdamW):
         Optimizer.__setstate__(self, state)  # Adam's version requires a step count in every state
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        """Update a group; orthogonalise matrices of equal shape together, which keeps all threads busy."""
+        """Update a group; orthogonalise matrices of equal shape together.
+
+        In C++ one thread computes a matrix, so a few large matrices do not occupy all threads.
+        """
         together: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -422,7 +425,8 @@ class Muon(optim.AdamW):
 def _step_alike(alike: Sequence[tuple[Tensor, Tensor]], group: Mapping[str, Any]) -> None:
     """Update parameters with matrices of equal shape, given with their averaged gradients."""
     stacks = [update.reshape(-1, *update.shape[-2:]) for _, update in alike]
-    orthogonal = _orthogonal(torch.cat(stacks), group).split([len(stack) for stack in stacks])
+    together = torch.cat(stacks) if len(stacks) > 1 else stacks[0]
+    orthogonal = _orthogonal(together, group).split([len(stack) for stack in stacks])
     for (parameter, _), part in zip(alike, orthogonal, strict=True):
         _add(parameter, part.reshape(parameter.shape), group)
 

@@ -176,7 +176,8 @@ def choose_architecture(
     replaced = [a.family.model_type for a in equal if has_tokenizer and a.family.replaces_tokenizer]
     equal = [attempt for attempt in equal if attempt.family.model_type not in replaced]
     if not equal:
-        nearest = min(attempts, key=lambda attempt: len(attempt.differences))
+        differing = [attempt for attempt in attempts if attempt.differences]
+        nearest = min(differing, key=lambda attempt: len(attempt.differences))
         path, value, theirs = nearest.differences[0]
         raise ConfigError(
             f"model.{path} ({json.dumps(value)}) has no counterpart in transformers: "

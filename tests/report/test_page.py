@@ -19,6 +19,7 @@ from moe_ffn.metrics.measures import per_token
 from moe_ffn.metrics.modular import TokenMetrics
 from moe_ffn.metrics.table import LAYER_METRICS, Metric
 from moe_ffn.outputs import Routing
+from moe_ffn.report import run_summary
 from moe_ffn.report.dashboard import build_workspace, to_json
 from moe_ffn.report.page import report_html
 from moe_ffn.report.run_summary import duration
@@ -372,3 +373,17 @@ def test_a_new_metric_has_a_plot_or_a_word_on_the_page(tmp_path: Path) -> None:
     axis = moving.figures["Heaviest weight"][0]["layout"]["yaxis"]["title"]["text"]
     assert axis == "weight (dimensionless)"
     assert "Constant over all steps and layers: heaviest weight 0.5." in constant.text
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"ffn": {"type": "dense", "activation": "gelu"}}, "dense"),
+        ({"ffn": {"type": "moe", "router": {"type": "parts:MyRouter"}}}, "moe"),
+        ({"ffn": {"type": "moe", "of_a_later_version": 1}, "ffn_at": {"0": {}}}, "moe"),
+        ({"ffn_at": 5}, "unknown block"),
+    ],
+)
+def test_a_block_that_cannot_be_described_has_its_type(model: dict[str, Any], said: str) -> None:
+    options = {"model": model, **{f"model.{key}": value for key, value in model.items()}}
+    assert run_summary.block(options.get).startswith(said)

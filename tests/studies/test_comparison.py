@@ -140,6 +140,8 @@ def test_the_runs_are_held_to_ngrams_of_the_tokens_they_read() -> None:
     )
     assert Comparison.of([known[0], unknown]).beside_ngrams.endswith("(2.100 nats per token).")
     assert not Comparison.of([unknown]).beside_ngrams
+    wide = [make_result("gelu", seed, 9.0, ngram_loss=loss) for seed, loss in ((0, 9.8), (1, 10.2))]
+    assert Comparison.of(wide).beside_ngrams.endswith("(9.800 to 10.200 nats per token).")
 
 
 def test_what_holm_s_correction_takes_back_is_not_said_to_be_no_difference() -> None:

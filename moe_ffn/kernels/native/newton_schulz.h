@@ -30,7 +30,7 @@ inline Tensor newton_schulz(const Tensor& matrices, int64_t steps, double a, dou
     const int64_t rows = (m + 7) / 8 * 8;  // products read and write multiples of 8 rows
     float *x = scratch<float>(0, rows * ld_n), *gram = scratch<float>(1, rows * ld_m),
           *square = scratch<float>(2, rows * ld_m), *sums = scratch<float>(3, rows * ld_n),
-          *copy = scratch<float>(4, panels(n) * PANEL * n);
+          *copy = scratch<float>(4, std::max(panels(m) * n, panels(n) * m) * PANEL);
     // Call f(first, count) for the rows of each tile, from row `start` on.
     const auto each_tile = [&](int64_t start, auto f) {
       for (int64_t r = start; r < m; r += TILE) f(r, std::min(TILE, m - r));

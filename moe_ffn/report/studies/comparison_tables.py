@@ -223,7 +223,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         say("")
     for sentence in comparison.verdicts:
         say(sentence, "bold")
-    say(comparison.beside_ngrams)
+    if comparison.beside_ngrams:
+        say(comparison.beside_ngrams)
     for note in comparison.notes:
         say(f"note: {note}", "yellow")
 
