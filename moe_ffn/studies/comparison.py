@@ -13,7 +13,7 @@ from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.differences import option_differences, require_comparable, require_same_options
-from moe_ffn.studies.result import RunResult, first_at
+from moe_ffn.studies.result import RunResult, beside_ngrams, first_at
 from moe_ffn.studies.statistics import (
     EQUALITY_MARGIN,
     MIN_SEEDS,
@@ -330,21 +330,6 @@ class Comparison:
         if baselines:
             label += ", or the arm's own baseline"
         return cls(compared, label, notes, _tunings(results, names), question)
-
-
-def beside_ngrams(runs: Iterable[RunResult]) -> str:
-    """Return how many runs end below a 5-gram model of the tokens that they read; empty if unknown."""
-    pairs = [(run.outcome.validation_loss, run.outcome.ngram_loss) for run in runs]
-    known = [(loss, ngrams) for loss, ngrams in pairs if loss is not None and ngrams is not None]
-    if not known:
-        return ""
-    losses = [ngrams for _, ngrams in known]
-    where = " to ".join(dict.fromkeys(f"{end(losses):.3f}" for end in (min, max)))
-    num_lower = sum(loss < ngrams for loss, ngrams in known)
-    return (
-        f"{num_lower} of {len(known)} runs end below a 5-gram model of the tokens that they read ({where} "
-        "nats per token)."
-    )
 
 
 # -- the differences

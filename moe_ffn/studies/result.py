@@ -235,6 +235,21 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
+def beside_ngrams(runs: Iterable[RunResult]) -> str:
+    """Return how many runs end below a 5-gram model of the tokens that they read; empty if unknown."""
+    pairs = [(run.outcome.validation_loss, run.outcome.ngram_loss) for run in runs]
+    known = [(loss, ngrams) for loss, ngrams in pairs if loss is not None and ngrams is not None]
+    if not known:
+        return ""
+    losses = [ngrams for _, ngrams in known]
+    where = " to ".join(dict.fromkeys(f"{end(losses):.3f}" for end in (min, max)))
+    num_lower = sum(loss < ngrams for loss, ngrams in known)
+    return (
+        f"{num_lower} of {len(known)} runs end below a 5-gram model of the tokens that they read ({where} "
+        "nats per token)."
+    )
+
+
 def _without_paths(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options without paths, which differ between machines."""
     result = {key: value for key, value in options.items() if key != "run"}

@@ -604,6 +604,15 @@ def test_what_has_no_equal_is_named_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_equal_that_would_replace_the_tokenizer_is_not_the_nearest() -> None:
+    # qwen2 has these biases and windows, but transformers gives it another tokenizer.
+    decoder = decoder_of(attention={**ATTENTION, "bias": "qkv", "window": 7}, ffn="swiglu")
+    assert choose_architecture(decoder).family.model_type == "qwen2"
+    with pytest.raises(ConfigError) as caught:
+        choose_architecture(decoder, has_tokenizer=True)
+    assert str(caught.value).startswith(f'model.attention.bias ("qkv") {NO_EQUAL}: mistral')
+
+
 def test_nothing_that_is_there_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of()
     (tmp_path / "empty").mkdir()

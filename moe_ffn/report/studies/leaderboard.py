@@ -12,10 +12,10 @@ from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.files import read_object
 from moe_ffn.report.html import NONE, compact, number, render
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table, with_interval
-from moe_ffn.studies.comparison import Arm, Comparison, beside_ngrams, p_text
+from moe_ffn.studies.comparison import Arm, Comparison, p_text
 from moe_ffn.studies.differences import VALIDATION_OPTIONS, identity
 from moe_ffn.studies.gather import gather
-from moe_ffn.studies.result import RESULTS_FILE, RunResult
+from moe_ffn.studies.result import RESULTS_FILE, RunResult, beside_ngrams
 from moe_ffn.studies.statistics import MIN_SEEDS, SIGNIFICANT, Interval, paired_differences
 
 
@@ -276,11 +276,11 @@ def _table(board: Board, links: Mapping[str, str]) -> str:
         )
     option = board.base.results[0].option
     head = "arm|loss|minus dense|seeds|params|active|FLOPs|tokens/s|memory|speed-up, FLOPs|speed-up, seconds"
-    return (
+    about = (
         f"Corpus `{option('data.corpus.type')}`, tokenizer `{option('data.tokenizer.type')}`, windows of "
-        f"{option('data.seq_len')} tokens. {board.comparison.beside_ngrams}\n\n"
-        f"{markdown_table(head.split('|'), rows)}"
+        f"{option('data.seq_len')} tokens. {board.comparison.beside_ngrams}"
     )
+    return f"{about.rstrip()}\n\n{markdown_table(head.split('|'), rows)}"
 
 
 def _difference(arm: Arm) -> str:
