@@ -31,6 +31,7 @@ from typing import IO
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, explaining
+from moe_ffn.files import write_atomically
 
 MIRROR = "http://deb.debian.org/debian/pool/main"
 
@@ -71,14 +72,20 @@ def main(argv: Sequence[str]) -> int:
     meaning = "folder that has the packages, or gets them (default: FOLDER/packages)"
     parser.add("--packages FOLDER", meaning)
     flags = parser.parse_args(argv)
-    packages = flags.packages or flags.folder / "packages"
+    kernel, packages = flags.folder / "kernel", flags.packages or flags.folder / "packages"
+    if kernel.exists():
+        raise ConfigError(f"'{kernel}' exists; delete it, or give another folder")
     with explaining(f"'{flags.folder}' cannot be written"):
-        packages.mkdir(parents=True, exist_ok=True)
-        with member(fetched(DICTIONARY, packages), DICTIONARY.member) as file:
-            (flags.folder / "gcide.txt").write_bytes(gzip.decompress(file.read()))
-        with member(fetched(KERNEL, packages), KERNEL.member) as file:
-            num_files, num_bytes = write_kernel(file, flags.folder / "kernel")
-    print(f"{flags.folder / 'kernel'}: {num_files:,} files, {num_bytes / 1e6:.1f} MB")
+        for folder in (flags.folder, packages):
+            folder.mkdir(parents=True, exist_ok=True)
+        dictionary, source = (fetched(package, packages) for package in (DICTIONARY, KERNEL))
+        with member(dictionary, DICTIONARY.member) as file:
+            write_atomically(flags.folder / "gcide.txt", gzip.decompress(file.read()))
+        with tempfile.TemporaryDirectory(dir=flags.folder) as unfinished:
+            with member(source, KERNEL.member) as file:
+                num_files, num_bytes = write_kernel(file, Path(unfinished) / "kernel")
+            (Path(unfinished) / "kernel").rename(kernel)
+    print(f"{kernel}: {num_files:,} files, {num_bytes / 1e6:.1f} MB")
     return 0
 
 
@@ -92,7 +99,10 @@ def fetched(package: Package, folder: Path) -> Path:
     if not path.exists():
         print(f"downloading {url}", file=sys.stderr)
         try:
-            with urllib.request.urlopen(url) as response, tempfile.TemporaryDirectory(dir=folder) as new:
+            with (
+                urllib.request.urlopen(url) as response,
+                tempfile.TemporaryDirectory(dir=folder) as new,
+            ):
                 with (Path(new) / package.name).open("wb") as file:
                     shutil.copyfileobj(response, file)
                 (Path(new) / package.name).rename(path)
@@ -115,7 +125,9 @@ def member(package: Path, name: str) -> IO[bytes]:
     """Open a file of a Debian package: an ar archive with a compressed tar archive of files."""
     with package.open("rb") as file:
         file.seek(len("!<arch>\n"))
-        while header := file.read(60):  # name, 16 bytes; four numbers; size, 10 bytes from the 48th on
+        while header := file.read(
+            60
+        ):  # name, 16 bytes; four numbers; size, 10 bytes from the 48th on
             size = int(header[48:58])
             if header.startswith(b"data.tar"):
                 with tarfile.open(fileobj=io.BytesIO(file.read(size))) as archive:
