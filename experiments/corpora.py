@@ -36,7 +36,7 @@ from moe_ffn.files import write_atomically
 MIRROR = "http://deb.debian.org/debian/pool/main"
 
 ONE_IN = 5
-"""Of the C files, one in so many is kept, so that a fifth of all text is English."""
+"""Number of C files of which one is kept; then a fifth of all text is English."""
 
 
 @dataclass(frozen=True)
