@@ -12,7 +12,6 @@ import re
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from moe_ffn import DecoderConfig, build_ffn, load_balancing_loss
 from moe_ffn.cli.demo import MODEL
 from moe_ffn.cli.trace import trace_folder
 from moe_ffn.ffn.networks import memories
+from moe_ffn.studies.statistics import mean_interval
 
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER.parent / "studies"
@@ -261,18 +261,20 @@ SPARSE = {"8 experts": ("experts", "e8,d_model=64"), "32 experts": ("experts", "
 """Label -> study and arm."""
 
 
-def losses_of(study: str, arm: str) -> tuple[list[float], list[float]]:
-    """Return training FLOPs, in 1e12, and mean losses at the validations of an arm."""
+def losses_of(study: str, arm: str) -> tuple[list[float], dict[int, list[float]]]:
+    """Return training FLOPs, in 1e12, and by seed the losses at the validations of an arm."""
     table = (STUDIES / study / "results.jsonl").read_text(encoding="utf-8")
     runs = [run for run in map(json.loads, table.splitlines()) if run["arm"] == arm]
     per_token = 3 * runs[0]["budget"]["model"]["flops_per_token"] / 1e12
     flops = [per_token * tokens for tokens in runs[0]["validation"]["tokens"]]
-    losses = [fmean(at) for at in zip(*(r["validation"]["losses"] for r in runs), strict=True)]
-    return flops, losses
+    return flops, {run["seed"]: run["validation"]["losses"] for run in runs}
 
 
 def draw_differences(drawing: Drawing, left: float) -> None:
-    """Draw the losses of sparse models minus that of a dense one over training FLOPs."""
+    """Draw the losses of sparse models minus that of a dense one over training FLOPs.
+
+    Bars are 95 % intervals of the mean over seeds.
+    """
 
     def at(flops: float, difference: float) -> Point:
         return left + 60 * (flops - 0.4), 100 - 1800 * difference
@@ -286,18 +288,22 @@ def draw_differences(drawing: Drawing, left: float) -> None:
         )
     drawing.text((at(2.7, 0)[0] + 4, 104), "dense", kind="small")
     for flops in (1, 2):
-        drawing.text((at(flops, 0)[0], 196), f"{flops}e12", "middle", "small")
-    drawing.text((at(1.5, 0)[0], 214), "training FLOPs", "middle", "small")
-    drawing.text((left - 30, 246), "width 64, equal FLOPs, mean of 5 seeds", kind="small")
+        drawing.text((at(flops, 0)[0], 222), f"{flops}e12", "middle", "small")
+    drawing.text((at(2.7, 0)[0] + 4, 222), "training FLOPs", kind="small")
+    drawing.text((left - 30, 246), "width 64, equal FLOPs; 5 seeds, 95 % bars", kind="small")
     _, dense = losses_of(*DENSE)
     for (label, arm), colour in zip(SPARSE.items(), ("blue", "orange"), strict=True):
         flops, losses = losses_of(*arm)
-        gaps = [loss - base for loss, base in zip(losses, dense, strict=True)]
-        points = [at(*point) for point in zip(flops, gaps, strict=True) if point[1] < 0.03]
-        drawing.line(points, colour, 2.5)
-        drawing.text(
-            (at(2.7, 0)[0] + 4, points[-1][1] + 4), f"{label} {gaps[-1]:+.3f}", kind="small"
-        )
+        seeds = losses.keys() & dense.keys()
+        gaps = [[a - b for a, b in zip(losses[n], dense[n], strict=True)] for n in seeds]
+        found = [mean_interval(at_step) for at_step in zip(*gaps, strict=True)]
+        points = [(x, y) for x, y in zip(flops, found, strict=True) if y and y.value < 0.03]
+        for x, interval in points:
+            drawing.line([at(x, interval.low), at(x, min(interval.high, 0.03))], colour, 1)
+        drawing.line([at(x, interval.value) for x, interval in points], colour, 2.5)
+        last = points[-1][1].value
+        end = (at(2.7, 0)[0] + 4, at(0, last)[1] + 4)
+        drawing.text(end, f"{label} {last:+.3f}", kind="small")
 
 
 def overview() -> Drawing:

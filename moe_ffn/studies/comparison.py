@@ -423,9 +423,9 @@ def _verdict(arm: Arm, base: Arm, by_seed: Sequence[float]) -> str:
             f"{small}."
         )
     return (
-        f"{arm.name} is not shown to differ from {baseline}, nor to equal it within {equality}: {signed} "
-        f"({found.num_pairs} seeds; p {p_text(found.p_value)} for a difference, {p_text(found.p_equal)} for "
-        f"equality); {small}."
+        f"{arm.name} or {baseline}: undecided, {signed} nats per token ({found.num_pairs} seeds; p "
+        f"{p_text(found.p_value)} for a difference, {p_text(found.p_equal)} for equality within "
+        f"{found.margin:g}); {small}."
     )
 
 

@@ -17,6 +17,7 @@ from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn, solve_width
 from moe_ffn.config.sizes import CostKind
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.config import StudyConfig
 
 DOCS = Path(__file__).parents[2] / "docs/howto/equal_budgets.md"
 D_MODEL, SEQ_LEN = 32, 24
@@ -248,8 +249,10 @@ def test_a_budget_that_cannot_be_met_is_one_sentence(block: Any, said: str) -> N
 def test_the_examples_of_the_docs_are_true(capsys: pytest.CaptureFixture[str]) -> None:
     section = DOCS.read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    (options,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    study, options = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     exec(code, {})
     assert f"print(match)\n# {capsys.readouterr().out}" in code
+    planned = StudyConfig.model_validate({"name": "fair", **yaml.safe_load(study)}).planned_runs()
+    assert len(planned) == 2 * 5 + 2 * 3
     (match,) = TrainConfig.model_validate(yaml.safe_load(options)).matches
     assert match.options == ("model.ffn.experts.d_ff",)

@@ -446,7 +446,7 @@ def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
     assert found[both][2] == "4"
     assert "no other arm has their budget: 2 of b." in page
     assert page.splitlines()[2].startswith(
-        "**A sparse block has the lowest loss at 1 of 1 budgets**"
+        "**At 1 of 1 budgets, a sparse block ends significantly below the best dense block**"
     )
 
 
