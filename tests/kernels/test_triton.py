@@ -140,7 +140,13 @@ def test_clamped_swiglu_equals_the_loop(make_weights: Any, make_plan_of: Any) ->
     check(tokens(len(plan), d_model=12), make_plan_of(plan, 3), weights)
 
 
-@pytest.mark.parametrize("name", PLANS)
+LIKE_OTHERS = {"one_pair", "tokens_without_pairs"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else []) for name in PLANS],
+)
 def test_every_plan_equals_the_loop(name: str, make_weights: Any, make_plan_of: Any) -> None:
     plan = PLANS[name]
     check(tokens(len(plan)), make_plan_of(plan, 3), make_weights())
