@@ -47,6 +47,7 @@ LAYOUTS = {
 }
 
 MOE: dict[str, Any] = {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "k": 2}}
+TWO: dict[str, Any] = {"num_experts": 2, "router": {"type": "top_k", "k": 1}}
 NORMED = {"type": "normed", "input": {}, "each": {}, "experts": "swiglu"}
 ONE_OF_ALL = {"type": "sigmoid_top_k", "k": 1, "renormalize": False}
 
@@ -60,12 +61,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "threshold": MOE | {"router": {"type": "expert_threshold", "k": 2}},
     "chain": {"type": "chain_of_experts", "ffn": MOE | {"router": ONE_OF_ALL}},
     "elastic": MOE | {"router": {"type": "elastic_top_k", "k_max": 4}, "capacity": {"factor": 1.0}},
-    "few": MOE
-    | {
-        "num_experts": 2,
-        "router": {"type": "top_k", "k": 1},
-        "experts": {"type": "fake_quantized"},
-    },
+    "few": MOE | TWO | {"experts": {"type": "fake_quantized"}},
+    "two": MOE | TWO,
     "kimi": MOE
     | {
         "router": "sigmoid_top_k",
@@ -73,7 +70,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "shared_expert": "swiglu",
     },
 }
-"""A layer of each kind; `few` has fewer experts than some layouts have ranks, `chain` has two rounds."""
+"""A layer of each kind; `few` and `two` have fewer experts than there may be ranks, `chain` has two rounds."""
 
 MODEL = "capacity sigmoid shared nested few threshold chain elastic"
 """Blocks of the layers; `dropless` and `relu` differ from some of them in nothing that a rank does."""
@@ -346,7 +343,7 @@ def test_muon_turns_whole_matrices_that_are_sharded(
     """Of parts each becomes another matrix, as far away as the step is long."""
     muon = {"type": "muon", "learning_rate": 0.1}
     together, alone = (
-        step_of(make_config, "shared few", n, 4, muon, parametrization=COMPLETEP) for n in (4, 1)
+        step_of(make_config, "shared two", n, 4, muon, parametrization=COMPLETEP) for n in (4, 1)
     )
     layout, start = LAYOUTS["EP 2 x FSDP 2"], KeepFirstWeights()
     first, *_ = on_ranks(4, tmp_path, steps_on_a_rank, {"": together}, layout, tmp_path)
