@@ -70,7 +70,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "shared_expert": "swiglu",
     },
 }
-"""A layer of each kind; `few` and `two` have fewer experts than there may be ranks, `chain` has two rounds."""
+"""A layer of each kind; `few` and `two` have fewer experts than there may be ranks."""
 
 MODEL = "capacity sigmoid shared nested few threshold chain elastic"
 """Blocks of the layers; `dropless` and `relu` differ from some of them in nothing that a rank does."""
