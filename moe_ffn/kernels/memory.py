@@ -25,7 +25,7 @@ _TRIED_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 _GPU_CAPACITY = re.compile(r"total capacity of ([\d.]+ \w+)")
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def keep_freed_memory() -> None:
@@ -35,7 +35,9 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:  # only glibc has it
-        mallopt(_M_MMAP_THRESHOLD, 2**25)  # larger values are rejected
+        # A mapping always goes back to the system. A threshold cannot prevent that above 32 MiB, such as for
+        # the logits of 2,048 tokens and 4,096 words.
+        mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

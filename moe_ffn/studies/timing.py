@@ -17,6 +17,7 @@ from torch.utils.benchmark import timer
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.kernels.memory import keep_freed_memory
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.config import PlannedRun
 from moe_ffn.training.config import resolve_precision
@@ -181,6 +182,7 @@ def time_arms(
     for run in runs:
         if not run.tuning:
             arms.setdefault(run.arm, run.config)
+    keep_freed_memory()  # as a run does
     prepared: dict[str, PreparedData] = {}
     candidates: dict[str, _Steps] = {}
     for arm, config in arms.items():

@@ -134,6 +134,7 @@ def test_what_others_call_an_option_is_an_option() -> None:
     "name",
     [
         *(f"moe_ffn.cli.{name}" for name in console.PROGRAMS),
+        "experiments.corpora",
         "experiments.overhead",
         "experiments.benchmark.__main__",
     ],

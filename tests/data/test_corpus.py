@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
+import gzip
+import hashlib
 import io
 import os
+import tarfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments import corpora
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data import corpus
 from moe_ffn.data.corpus import (
@@ -261,3 +266,81 @@ def test_a_path_in_the_wrong_place_is_told_where_paths_go() -> None:
         "must be a mapping of options, got 'my_texts'; for your own text files use data.corpus: "
         "{type: text, paths: [PATH]}"
     )
+
+
+# -- the corpora of studies
+
+
+def archive(mode: str, files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as tar:  # pyright: ignore[reportCallIssue, reportArgumentType]
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def debian_package(member: str, content: bytes) -> bytes:
+    """An ar archive as dpkg writes it; the first part has an odd size, after which a byte is padding."""
+    package = b"!<arch>\n"
+    for name, part in (
+        (b"debian-binary", b"2.0"),
+        (b"data.tar.xz", archive("w:xz", {member: content})),
+    ):
+        package += b"%-16s%-12d%-6d%-6d%-8s%-10d`\n" % (name, 0, 0, 0, b"100644", len(part)) + part
+        package += b"\n" * (len(part) % 2)
+    return package
+
+
+C_FILES = [f"mm/file_{n}.c" for n in range(40)]
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with both packages, small, whose checksums the program expects."""
+    texts = ["Documentation/mm/slub.rst", "Documentation/atomic_t.txt", *C_FILES]
+    others = ["mm/slab.h", "Documentation/conf.py", "tools/notes.txt"]
+    kernel = archive("w:xz", {f"linux-source-6.1/{name}": name.encode() for name in texts + others})
+    for constant, content in (
+        ("KERNEL", kernel),
+        ("DICTIONARY", gzip.compress(b"Abuse \\A*buse\\")),
+    ):
+        wanted = getattr(corpora, constant)
+        package = debian_package(wanted.member, content)
+        (tmp_path / wanted.name).write_bytes(package)
+        digest = hashlib.sha256(package).hexdigest()
+        monkeypatch.setattr(corpora, constant, dataclasses.replace(wanted, sha256=digest))
+    return tmp_path
+
+
+def test_corpora_are_the_same_texts_of_their_packages_everywhere(packages: Path) -> None:
+    assert corpora.main([str(packages / "data"), "--packages", str(packages)]) == 0
+    assert (packages / "data/gcide.txt").read_bytes() == b"Abuse \\A*buse\\"
+    kernel = packages / "data/kernel"
+    found = {file.relative_to(kernel).as_posix() for file in kernel.rglob("*") if file.is_file()}
+    kept = {f"mm/file_{n}.c" for n in (1, 6, 12, 14, 29)}
+    assert found == {"docs/mm/slub.rst", "docs/atomic_t.txt"} | {f"c/{name}" for name in kept}
+    assert (kernel / "c/mm/file_12.c").read_text() == "mm/file_12.c"
+    with pytest.raises(ConfigError, match="kernel' exists; delete it, or give another folder"):
+        corpora.main([str(packages / "data"), "--packages", str(packages)])
+
+
+def test_another_package_than_the_expected_one_is_refused(packages: Path) -> None:
+    path = packages / corpora.DICTIONARY.name
+    path.write_bytes(b"something else")
+    with pytest.raises(
+        ConfigError, match=r"dict-gcide_.*' has the SHA-256 \w+, not \w+; delete it"
+    ):
+        corpora.main([str(packages / "data"), "--packages", str(packages)])
+
+
+def test_a_package_that_has_left_the_mirror_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpora, "MIRROR", (tmp_path / "mirror").as_uri())
+    with pytest.raises(ConfigError) as refused:
+        corpora.main([str(tmp_path / "data")])
+    assert "cannot be downloaded" in str(refused.value)
+    assert "get dict-gcide_0.48.5+nmu2_all.deb from snapshot.debian.org" in str(refused.value)
+    assert not list((tmp_path / "data/packages").iterdir())
