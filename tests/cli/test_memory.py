@@ -235,6 +235,9 @@ def test_a_model_folder_of_absurd_size_is_one_sentence(tmp_path: Path) -> None:
         load_pretrained(path.parent)
 
 
+M_MMAP_THRESHOLD = -3
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 @pytest.mark.parametrize("megabytes", [1, 64])
 def test_freed_memory_is_written_again_without_new_pages(megabytes: int) -> None:
@@ -242,8 +245,9 @@ def test_freed_memory_is_written_again_without_new_pages(megabytes: int) -> None
     found = multiprocessing.get_context("fork").SimpleQueue()
 
     def count_pages(keep: bool) -> None:
-        # The defaults, whatever this process has set.
-        for option, value in ((_M_TRIM_THRESHOLD, 2**17), (_M_MMAP_MAX, 2**16)):
+        # The defaults of malloc.h, whatever this process has set or glibc has learned in it.
+        defaults = {_M_TRIM_THRESHOLD: 2**17, M_MMAP_THRESHOLD: 2**17, _M_MMAP_MAX: 2**16}
+        for option, value in defaults.items():
             ctypes.CDLL(None).mallopt(option, value)
         if keep:
             keep_freed_memory()
