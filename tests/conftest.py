@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import gc
 import importlib.metadata
+import logging
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import settings
 from torch import Tensor, nn
 
@@ -48,6 +51,25 @@ if not torch.cuda.is_available():
 
 # Each trainer of Lightning looks for its plugins among all packages that are installed.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+
+# pytest gives two handlers to each logger that does not propagate, and takes them back, three times a test.
+for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]:
+    logging.getLogger(name).propagate = True
+
+# No test cuts the power, and a tiny run would wait for the disk for a quarter of its time.
+os.fsync = lambda fd: None
+
+load_yaml, load_text_once = yaml.load, functools.cache(yaml.load)
+
+
+def load_once(stream: Any, Loader: Any) -> Any:
+    """Parse a text once: the config of a run is read a dozen times."""
+    if isinstance(stream, str):
+        return copy.deepcopy(load_text_once(stream, Loader))
+    return load_yaml(stream, Loader)
+
+
+yaml.load = load_once
 
 
 @pytest.hookimpl(wrapper=True)

@@ -157,7 +157,20 @@ def step(module: LanguageModel) -> Any:
     return output
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
+FEW_NEW_ARMS = {
+    *("balance", "base", "capacity", "elastic", "experts", "gating", "granularity", "isoflop"),
+    "transfer",
+}
+"""Studies whose arms are those of other studies or of `configs/blocks`, in other sizes and numbers."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in FEW_NEW_ARMS))
+        for path in STUDIES
+    ],
+)
 def test_every_arm_of_a_study_makes_a_training_step(path: Path) -> None:
     study = StudyConfig.read(path)
     runs = study.model_copy(update={"seeds": study.seeds[:1]}).planned_runs()

@@ -322,9 +322,10 @@ SHAPES_OF_PLANS = {"top_k-k1", "hash-k2", "expert_choice", "relu", "top_p"}
 
 
 def is_quick(router: str, limit: str, experts: str) -> bool:
-    """True if one of the three is the usual one, two where a router or experts are like others."""
+    """True if one of the three is the usual one, two where a router, a limit or experts are like others."""
     unusual = [a != b for a, b in zip((router, limit, experts), USUAL, strict=True)]
     is_like_others = experts in NEAR_ANOTHER or (unusual[0] and router not in SHAPES_OF_PLANS)
+    is_like_others |= all(unusual[1:]) and limit not in ("dropless", "by_choice_renormalized")
     return sum(unusual) <= (1 if is_like_others else 2)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -79,29 +80,46 @@ def page_of(file: Path) -> StudyPage:
     return study_page(study, found.results, found.step_seconds)
 
 
-def draw(browser: Browser, folder: Path, figure: Any) -> str:
-    """Return a plotly figure as SVG."""
-    (folder / "one.html").write_text(figures_page("one", [figure]), encoding="utf-8")
+def drawn(browser: Browser, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the file of each picture that a page shows, and what plotly draws for it as SVG."""
+    pages = [page_of(file) for file in STUDIES if StudyConfig.read(file).figures]
+    figures = [
+        (PAGES / page.name / name, page.figures[Path(name).stem])
+        for page in pages
+        for name in page.pictures
+    ]
+    (folder / "one.html").write_text(figures_page("one", [figures[0][1]]), encoding="utf-8")
     with opened(browser, folder / "one.html") as found:
-        size = {"format": "svg", "width": WIDTH, "height": figure.layout.height}
-        drawn = [json.loads(figure.to_json()), size]
-        drawn[0]["layout"].pop("title")  # the page says it
-        url = found.page.evaluate("([figure, size]) => Plotly.toImage(figure, size)", drawn)
-    opening, _, drawing = unquote(url.partition(",")[2]).partition(">")
-    return f"{opening}>{IN_THE_DARK}{drawing}"
+        for path, figure in figures:
+            size = {"format": "svg", "width": WIDTH, "height": figure.layout.height}
+            given = [json.loads(figure.to_json()), size]
+            given[0]["layout"].pop("title")  # the page says it
+            url = found.page.evaluate("([figure, size]) => Plotly.toImage(figure, size)", given)
+            opening, _, drawing = unquote(url.partition(",")[2]).partition(">")
+            yield path, f"{opening}>{IN_THE_DARK}{drawing}"
 
 
 def write_pictures() -> None:
     """Draw the figures that pages show."""
     with TemporaryDirectory() as folder, chromium() as browser:
-        for file in STUDIES:
-            page = page_of(file)
-            for name in page.pictures:
-                svg = draw(browser, Path(folder), page.figures[Path(name).stem])
-                (PAGES / page.name / name).write_text(f"{svg}\n", encoding="utf-8")
+        for path, svg in drawn(browser, Path(folder)):
+            path.write_text(f"{svg}\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize("file", STUDIES, ids=lambda path: path.stem)
+LIKE_OTHERS = {
+    *("ablation", "balance", "distillation", "first_run", "gating", "granularity", "leverage_wide"),
+    *("optimizer", "routers", "transfer"),
+}
+"""Studies whose pages have no part that those of other studies have not."""
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=[pytest.mark.slow] * (file.stem in LIKE_OTHERS))
+        for file in STUDIES
+    ],
+)
 def test_a_page_is_what_the_program_makes_of_its_results(file: Path) -> None:
     page = page_of(file)
 
@@ -176,15 +194,13 @@ def test_rows_of_the_leaderboard_follow_from_the_results(
     reason="another version of plotly draws otherwise",
 )
 def test_pictures_are_what_chromium_draws_of_the_results(browser: Browser, tmp_path: Path) -> None:
-    for page in (page_of(file) for file in STUDIES if StudyConfig.read(file).figures):
-        for name in page.pictures:
-            kept = (PAGES / page.name / name).read_text(encoding="utf-8")
-            svg = draw(browser, tmp_path, page.figures[Path(name).stem])
-            ours, theirs = (numbers(str(DRAWN.findall(text))) for text in (kept, svg))
-            assert len(ours) > 20
-            assert IN_THE_DARK in kept
-            # Differences that nobody sees.
-            assert ours == pytest.approx(theirs, rel=1e-2, abs=2), "write it anew: make studies"
+    for path, svg in drawn(browser, tmp_path):
+        kept = path.read_text(encoding="utf-8")
+        ours, theirs = (numbers(str(DRAWN.findall(text))) for text in (kept, svg))
+        assert len(ours) > 20
+        assert IN_THE_DARK in kept
+        # Differences that nobody sees.
+        assert ours == pytest.approx(theirs, rel=1e-2, abs=2), "write it anew: make studies"
 
 
 def test_the_pictures_that_pages_show_are_those_that_git_keeps() -> None:

@@ -60,7 +60,7 @@ def text(tmp_path: Path) -> Path:
         {"model__ffn": "swiglu", "data__tokenizer": "{type: bpe, vocab_size: 512}"},
         {"model__causal": "false"},
         {"trainer__precision": "bf16-true"},
-        {"trainer__precision": "bf16-mixed"},
+        pytest.param({"trainer__precision": "bf16-mixed"}, marks=pytest.mark.slow),
     ],
     ids=["experts", "dense bpe", "masked", "bf16-true", "bf16-mixed"],
 )

@@ -133,13 +133,14 @@ def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
     """Opened once, on a desktop, then as narrow as a phone and in the dark."""
     with opened(browser, page) as found:
         found.page.wait_for_selector("html[data-drawn]")
-        for summary in found.page.query_selector_all("details:not([open]) > summary"):
-            summary.click()
+        folded = found.page.locator("details:not([open]) > summary")
+        folded.evaluate_all("all => all.forEach(summary => summary.click())")
+        found.page.wait_for_function(
+            "[...document.querySelectorAll('.plot')].every(p => p.querySelector('svg.main-svg'))"
+        )
 
         assert found.overflow == 0
-        plots = found.page.query_selector_all(".plot")
-        assert len(plots) >= 5
-        assert all(plot.query_selector("svg.main-svg") for plot in plots)
+        assert found.page.locator(".plot").count() >= 5
         assert found.page.query_selector_all(".taken code")
         found.keep("inspect")
         found.page.select_option("select >> nth=0", "1")

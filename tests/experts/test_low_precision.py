@@ -286,8 +286,14 @@ def rounded_model(name: Format | None, architecture: str, **options: Any) -> Dec
     return decoder
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        pytest.param(name, family, marks=[pytest.mark.slow] * bool(format_number and number))
+        for format_number, name in enumerate(FORMATS)
+        for number, family in enumerate(FAMILIES)
+    ],
+)
 def test_a_packed_folder_holds_the_rounded_experts_and_every_other_weight(
     name: Format, architecture: str, tmp_path: Path
 ) -> None:

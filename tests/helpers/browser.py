@@ -14,8 +14,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 PHONE, DESKTOP = 400, 1280
 
-SCREENSHOTS = Path(os.environ.get("SCREENSHOTS", "screenshots"))
-"""Folder of screenshots, relative to the checkout: an artefact of CI, ignored by git."""
+SCREENSHOTS = os.environ.get("SCREENSHOTS", "screenshots" if "CI" in os.environ else "")
+"""Folder of screenshots, relative to the checkout: an artefact of CI, ignored by git; empty to take none."""
 
 
 @dataclass
@@ -33,7 +33,9 @@ class Opened:
         )
 
     def keep(self, name: str) -> None:
-        """Keep a picture of the whole page as `screenshots/NAME.png`."""
+        """Keep a picture of the whole page as `screenshots/NAME.png`, if any are to be kept."""
+        if not SCREENSHOTS:
+            return
         folder = Path(__file__).parents[2] / SCREENSHOTS
         folder.mkdir(exist_ok=True)
         self.page.screenshot(path=folder / f"{name}.png", full_page=True)

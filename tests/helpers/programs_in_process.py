@@ -26,7 +26,7 @@ data: {corpus: {type: text, paths: [%(corpus)s]}, seq_len: 16, batch_size: 4, va
 run: {output_dir: runs}
 logging: {every_n_steps: 2, wandb: {mode: disabled}}
 trainer: {max_steps: 6, precision: 32-true, validate_every_n_steps: 4, accelerator: cpu}
-sample: {num_tokens: 8}
+sample: {num_tokens: 2}
 """
 
 

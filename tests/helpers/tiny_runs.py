@@ -48,7 +48,7 @@ TINY = {
     "trainer.validate_every_n_steps": "4",
     "trainer.precision": "32-true",
     "trainer.accelerator": "cpu",
-    "sample.num_tokens": "8",
+    "sample.num_tokens": "2",
 }
 """Options of a run that takes a second of training; every case may replace some."""
 

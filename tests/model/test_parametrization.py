@@ -245,7 +245,7 @@ def measured(rule: Any, optimizer: str) -> Coordinates:
     return measure_coordinates(own, "model.d_model", [32, 64, 128], num_steps=5)
 
 
-@both
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_changes_of_activations_keep_their_sizes_over_widths(optimizer: str) -> None:
     rule = {"type": "completep", "base": {"d_model": 32}}
     standard, own = measured("standard", optimizer), measured(rule, optimizer)

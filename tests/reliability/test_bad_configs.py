@@ -178,7 +178,7 @@ CHANGES = (wrong_values, misspelt_options, changed_files)
 
 
 @pytest.mark.parametrize(
-    "every", [pytest.param(97, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+    "every", [pytest.param(193, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: changes.__name__)
 def test_every_option_and_every_key(

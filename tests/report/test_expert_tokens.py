@@ -204,8 +204,8 @@ def test_an_expert_is_seen_alone_and_a_layer_is_chosen(
         texts = view.locator("i[data-expert]")
         expert = texts.first.get_attribute("data-expert")
         view.locator(f"button[data-expert='{expert}']").click()
-        shown = {e.get_attribute("data-expert") for e in view.locator("i:not(.off)").all()}
-        assert shown == {expert}
+        shown = view.locator("i:not(.off)").evaluate_all("all => all.map(e => e.dataset.expert)")
+        assert {*shown} == {expert}
         view.locator(f"button[data-expert='{expert}']").click()
         assert view.locator("i.off").count() == 0
         assert found.overflow == 0

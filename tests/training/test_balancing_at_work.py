@@ -93,7 +93,19 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("router", "rule"), RULES.values(), ids=RULES)
+LIKE_OTHERS = {
+    *("load_balance", "load_balance_sequence", "importance_and_load_cv2", "sign_rule-centred"),
+}
+"""Rules whose terms `tests/balancing` compares with formulas, and that act as others here do."""
+
+
+@pytest.mark.parametrize(
+    ("router", "rule"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS))
+        for name, case in RULES.items()
+    ],
+)
 def test_a_rule_takes_a_collapsed_router_apart(
     router: dict[str, Any], rule: dict[str, Any]
 ) -> None:
@@ -122,8 +134,11 @@ def test_importance_alone_balances_weights_rather_than_pairs() -> None:
     assert all(values["max_violation"] < 0.75 for values in found.values()), found
 
 
+SIGMOID = {"type": "sigmoid_top_k", "k": 1, "renormalize": False}
+
+
 @pytest.mark.parametrize(
-    "router", [TOP_1, {"type": "sigmoid_top_k", "k": 1, "renormalize": False}], ids=str
+    "router", [TOP_1, pytest.param(SIGMOID, marks=pytest.mark.slow)], ids=["softmax", "sigmoid"]
 )
 def test_without_a_rule_it_stays_collapsed(router: dict[str, Any]) -> None:
     # A rule that moves by next to nothing: sigmoid_top_k has a bias that some rule always moves.

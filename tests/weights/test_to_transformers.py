@@ -87,7 +87,19 @@ CHANGED = {
 """Options of theirs that change nothing."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+LIKE_OTHERS = {
+    *("deepseek_v3-direct", "deepseek_v3-no-groups", "deepseek_v3-yarn", "glm4_moe-yarn"),
+    *("llama-linear", "mixtral-window", "mixtral-yarn", "olmoe-renormalised"),
+    *("qwen2_moe-even-windows", "qwen2_moe-renormalised", "qwen3_moe-renormalised"),
+    "qwen3_moe-window",
+}
+"""Models whose options are written for another model by the same lines."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in MODELS],
+)
 def test_there_and_back_no_bit_is_changed(name: str, tmp_path: Path) -> None:
     save(name, tmp_path / "theirs")
     decoder = load_transformers(tmp_path / "theirs")
@@ -253,12 +265,15 @@ TEXT = """def café(x_1):
 """Code, accents that a normalizer would change, digits, and spaces that a splitting rule would move."""
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
 @pytest.mark.parametrize(
-    "model",
+    ("model", "kind"),
     [
-        *("dense", "qkv", "norms", "renormalised", "heads normalised", "all normalised"),
-        *("default", "latent", "sigmoid", "sigmoid, heads normalised", "window", "sinks"),
+        pytest.param(model, kind, marks=[pytest.mark.slow] * (kind == "bytes" != model == "dense"))
+        for kind in ("bytes", "bpe")
+        for model in (
+            *("dense", "qkv", "norms", "renormalised", "heads normalised", "all normalised"),
+            *("default", "latent", "sigmoid", "sigmoid, heads normalised", "window", "sinks"),
+        )
     ],
 )
 def test_the_tokenizer_goes_along(model: str, kind: str, tmp_path: Path) -> None:
