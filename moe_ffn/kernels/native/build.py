@@ -77,6 +77,12 @@ FLAGS_OF_GCC = (
 """Flags that only GCC has; they skip slow passes without gain, and garbage collection below 1 GB."""
 
 
+def activations() -> list[str]:
+    """Return the activations that have a kernel, in the order of their codes: the enum in passes.h."""
+    _, _, names = (HERE / "passes.h").read_text().partition("enum class Activation : int64_t { ")
+    return names.partition(" }")[0].split(", ")
+
+
 @cache
 def unavailable_reason() -> str | None:
     """Load the operators unless the environment forbids it; return why they are not available, or None.
