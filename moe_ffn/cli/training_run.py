@@ -32,7 +32,7 @@ from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.files import reason
 from moe_ffn.kernels.memory import keep_freed_memory
-from moe_ffn.kernels.native.build import unavailable_reason
+from moe_ffn.kernels.native.build import compile_kernels
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.page import write_report
 from moe_ffn.runs import assemble, custom_code
@@ -136,7 +136,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
             config, folder, precision, loggers, callbacks, hardware.layout
         )
         if trainer.strategy.root_device.type == "cpu":
-            unavailable_reason()  # compiles the kernels before steps are timed
+            compile_kernels()
             keep_freed_memory()
 
         token_data = assemble.make_token_data(config, data)

@@ -97,6 +97,11 @@ def unavailable_reason() -> str | None:
     return reason
 
 
+def compile_kernels() -> None:
+    """Compile and load the operators now, so that no timed step waits for it."""
+    unavailable_reason()
+
+
 def load() -> str | None:
     """Compile the operators if necessary, and load them; return why that failed, or None."""
     if sys.platform == "win32":
