@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -29,6 +30,7 @@ from moe_ffn.metrics.table import LAYER_METRICS, result_columns
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.html import compact
 from moe_ffn.report.run_summary import EXTREMES, Cell, ExpertRow, expert_rows
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, REPORT_FILE, SUMMARY_FILE
 
@@ -213,9 +215,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     add(
         "total",
         f"{config.data.batch_size * seq_len * config.trainer.accumulate_grad_batches:,} tokens per step",
-        model.num_params(vocab_size, seq_len),
-        model.num_active_params(vocab_size, seq_len),
-        model.flops_per_token(vocab_size, seq_len),
+        *astuple(Budget.of(config, vocab_size).model),
     )
     return table
 

@@ -41,8 +41,8 @@ from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import write_atomically
 from moe_ffn.runs import folder as run_folder
+from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 from moe_ffn.studies.gather import TIMING_FILE
 from moe_ffn.studies.sweep import Job, Sweep, threads_of_a_run, write_study

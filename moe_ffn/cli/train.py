@@ -26,8 +26,8 @@ from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
 from moe_ffn.report.html import compact
 from moe_ffn.runs import folder as run_folder
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import Resume, TrainConfig
-from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.identity import resume_with
 from moe_ffn.runs.memory import training_needs
 from moe_ffn.runs.reader import Run, load_run
@@ -91,18 +91,18 @@ def exit_code(error: TrainingError) -> int:
 def describe_run(config: TrainConfig, resume: Resume | None = None) -> str:
     """Return a description of the run to train, with its duration if it is the default run."""
     model, data, trainer = config.model, config.data, config.trainer
+    cost = Budget.of(config).model
     blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
     layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)} with {blocks}"
-    params = model.num_params(*data.text_sizes)
-    active = model.num_active_params(*data.text_sizes)
-    used = f" ({compact(active)} used by a token)" if active != params else ""
+    active = compact(cost.active_params)
+    used = f" ({active} used by a token)" if cost.active_params != cost.params else ""
     tokens = data.batch_size * data.seq_len * trainer.accumulate_grad_batches
     default = TrainConfig()
     is_default = all(getattr(config, part) == getattr(default, part) for part in DECIDES_TIME)
     time = DEFAULT_TIME if is_default and resume is None else "the first steps show the time left"
     verb = "training" if resume is None else f"resuming {resume.folder}"
     return printable(
-        f"{verb}: {layers}; {compact(params)} parameters{used}; {trainer.max_steps:,} steps of "
+        f"{verb}: {layers}; {compact(cost.params)} parameters{used}; {trainer.max_steps:,} steps of "
         f"{tokens:,} tokens (corpus {data.corpus.type}); {time}"
     )
 
@@ -138,7 +138,6 @@ def _train(config: TrainConfig, resume: Resume | None) -> Path:
     # Before the import of Lightning, which reads the same variables.
     check_environment(config.trainer.num_nodes)
     with explaining_custom_errors():
-        check_counts(config)
         log.info("%s", describe_run(config, resume))
     announce_import("lightning")
     from moe_ffn.cli import training_run

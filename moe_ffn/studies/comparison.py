@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn.match import MAX_MISMATCH
-from moe_ffn.studies.budget import Budget
+from moe_ffn.runs.budget import Budget
 from moe_ffn.studies.differences import option_differences, require_comparable, require_same_options
 from moe_ffn.studies.result import RunResult, beside_ngrams, first_at
 from moe_ffn.studies.statistics import (

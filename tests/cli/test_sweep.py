@@ -20,9 +20,9 @@ import pytest
 
 from moe_ffn.cli import sweep
 from moe_ffn.config.yaml_files import parse_value, to_yaml
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import is_finished, locked
-from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import read_timing
 from moe_ffn.studies.sweep import Sweep, format_duration, training_command

@@ -9,8 +9,8 @@ from typing import Any
 
 from moe_ffn.config.option_tree import merge, nest_options
 from moe_ffn.config.yaml_files import validate
+from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.result import Curve, Outcome, RunResult
 
 SHA = {"corpus": "c" * 64, "tokenizer": "t" * 64, "validation": "v" * 64}
