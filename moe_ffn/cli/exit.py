@@ -106,12 +106,3 @@ def _signals_as_exits() -> Iterator[None]:
 
 def _exit(signum: int, frame: object) -> None:
     raise SystemExit(EXIT_SIGNAL + signum)
-
-
-def announce_import(*packages: str) -> None:
-    """Log `importing lightning ...` for packages that are not imported yet.
-
-    Call this after the options are checked, so that mistakes and `--help` do not log it.
-    """
-    if not_imported := [name for name in packages if name not in sys.modules]:
-        LOGGER.info("importing %s ...", " and ".join(not_imported))

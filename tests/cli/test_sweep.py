@@ -46,7 +46,7 @@ BROKEN = "{type: moe, experts: {backend: grouped_mm, d_ff: 3}}"
 def program(tiny_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
     """The program; gating.yaml in the current folder is a tiny study."""
     monkeypatch.setenv("COLUMNS", "200")
-    import_module("moe_ffn.cli.training_run")  # which each copy of this process has then
+    import_module("moe_ffn.runs.train.run")  # which each copy of this process has then
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     tiny = tiny_yaml.read_text(encoding="utf-8")
     (tmp_path / "tiny.yaml").write_text(tiny, encoding="utf-8")

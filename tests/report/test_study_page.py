@@ -25,7 +25,7 @@ from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.result import RunResult, add_results
-from tests.helpers.results import make_result
+from tests.helpers.synthetic_run import make_result
 
 GATING = """
 name: gating

@@ -14,7 +14,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.comparison import Comparison, first_step_at
 from moe_ffn.studies.differences import block_of, identity, option_differences, require_same_options
 from moe_ffn.studies.result import RunResult
-from tests.helpers.results import SHA, make_result
+from tests.helpers.synthetic_run import SHA, make_result
 
 SWIGLU = {"model.ffn": {"type": "swiglu"}}
 

@@ -28,8 +28,14 @@ from moe_ffn.studies.result import RunResult, add_results, lines_of, thinned
 from moe_ffn.studies.timing import Training, time_arms
 from moe_ffn.training.monitoring.json_lines import STEP_SECONDS
 from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint
-from tests.helpers.results import make_result
-from tests.helpers.synthetic_run import change, raise_alarms, write_arm, write_metrics, write_run
+from tests.helpers.synthetic_run import (
+    change,
+    make_result,
+    raise_alarms,
+    write_arm,
+    write_metrics,
+    write_run,
+)
 from tests.helpers.tiny_runs import finished_copy
 
 
