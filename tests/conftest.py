@@ -18,7 +18,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from moe_ffn import build_ffn
-from moe_ffn.cli.logs import set_up_logging
+from moe_ffn.cli.exit import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.outputs import NoisyRouting, Routing, SparsityTargetRouting, VariableKRouting

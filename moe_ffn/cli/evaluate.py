@@ -51,7 +51,7 @@ from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import Decoder, short_name
-from moe_ffn.report.html import number
+from moe_ffn.report.numbers import number
 from moe_ffn.report.tables import plain_table
 from moe_ffn.runs.folder import TOKENIZER_FILE
 from moe_ffn.runs.json_files import plain_values

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moe_ffn.cli.logs import SetLevel
+from moe_ffn.cli.exit import SetLevel
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, did_you_mean, explaining, nearest_or_all

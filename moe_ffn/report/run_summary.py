@@ -15,7 +15,7 @@ from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, result_columns
 from moe_ffn.model.decoder import short_name
 from moe_ffn.notebook_cards import spread
-from moe_ffn.report.html import NONE, number
+from moe_ffn.report.numbers import NONE, number
 from moe_ffn.runs.config import block_of, value_in_words
 from moe_ffn.runs.json_files import AlarmLine, finite
 from moe_ffn.runs.reader import Run

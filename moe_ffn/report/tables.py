@@ -23,7 +23,7 @@ from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report.html import compact
+from moe_ffn.report.numbers import compact
 from moe_ffn.report.run_summary import EXTREMES, Cell, ExpertRow, expert_rows
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.config.errors import ConfigError, explain, reading
-from moe_ffn.config.option_tree import flatten
+from moe_ffn.config.option_tree import flatten, lookup
 from moe_ffn.files import read_bytes, write_atomically
 from moe_ffn.model.decoder import is_inner
 from moe_ffn.runs.budget import Budget, Cost
@@ -130,10 +130,7 @@ class RunResult(_Value):
 
     def option(self, path: str) -> Any:
         """Return an option by its dotted path; None if it is absent."""
-        value: Any = self.config
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return lookup(self.config, path)
 
     @classmethod
     def of_run(cls, run: Run, study: StudyConfig | None = None) -> Self:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.cli import __main__ as console
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.logs import LOGGER
+from moe_ffn.cli.exit import LOGGER, exit_on_bad_input
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import install
 from moe_ffn.runs.config import Resume, TrainConfig
