@@ -144,8 +144,6 @@ def test_packages_import_only_packages_below_them() -> None:
         paths = [f"{module}.{name}".split(".") for name in names] or [module.split(".")]
         for target in (package_named(parts[1:]) for parts in paths if len(parts) > 1):
             allowed = target == package or target in MAY_IMPORT[package]
-            # A command shows one run or several; it draws the several only when there are several.
-            allowed |= name_of(path) == "moe_ffn/report/page.py" and target == "report/studies"
             assert allowed, f"{name_of(path)} ({package}) must not import moe_ffn.{target}"
 
 

@@ -20,7 +20,7 @@ import yaml
 
 from moe_ffn.config.option_tree import merge, nest_options
 from moe_ffn.config.yaml_files import validate
-from moe_ffn.report.page import report_html
+from moe_ffn.report.studies.comparison_page import html_of_runs
 from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import read_runs
@@ -280,7 +280,7 @@ class Written:
     def __init__(self, *folders: Path) -> None:
         # The script of plotly is megabytes, which these tests would read again and again.
         with patch("moe_ffn.report.plots.get_plotlyjs", return_value=""):
-            self.html = report_html(read_runs(folders))
+            self.html = html_of_runs(read_runs(folders))
         found = re.search(r'id="plots">(.*?)</script>', self.html, re.DOTALL)
         assert found
         plots = json.loads(found[1])
