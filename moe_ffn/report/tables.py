@@ -24,7 +24,7 @@ from moe_ffn.metrics.load_summary import percent, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.numbers import compact
-from moe_ffn.report.run_summary import EXTREMES, Cell, ExpertRow, expert_rows
+from moe_ffn.report.run_summary import EXTREMES, ExpertRow, TableCell, expert_rows
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, REPORT_FILE
@@ -144,7 +144,7 @@ def load_table(routing: Mapping[str, Mapping[str, Any]], width: int = 80) -> Tab
     """
     rows = expert_rows(routing)
 
-    def table(columns: Sequence[str], cells: Callable[[ExpertRow], Sequence[Cell]]) -> Table:
+    def table(columns: Sequence[str], cells: Callable[[ExpertRow], Sequence[TableCell]]) -> Table:
         title = "Load of each expert on the validation split, percent of its pairs"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for name in ("layer", *columns, *(metric.label for metric in result_columns())):

@@ -232,7 +232,7 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def beside_ngrams(runs: Iterable[RunResult]) -> str:
+def compared_with_ngrams(runs: Iterable[RunResult]) -> str:
     """Return how many runs end below a 5-gram model of the tokens that they read; empty if unknown."""
     pairs = [(run.outcome.validation_loss, run.outcome.ngram_loss) for run in runs]
     known = [(loss, ngrams) for loss, ngrams in pairs if loss is not None and ngrams is not None]

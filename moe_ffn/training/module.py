@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from moe_ffn.balancing.losses import StepTotals, count_step
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.metrics.modular import LanguageMetrics
-from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
+from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.training.distillation import StoredAnswers
 from moe_ffn.training.objective import (
@@ -214,7 +214,7 @@ class LanguageModel(LightningModule):
         convert = self.trainer.precision_plugin.convert_module
         weights, layer_numbers = self._initial_weights, count()
 
-        def shard(layer: Block) -> None:
+        def shard(layer: DecoderLayer) -> None:
             _copy_into(layer, weights, f"layers.{next(layer_numbers)}.")
             sharder.shard_layer(convert(layer))
 

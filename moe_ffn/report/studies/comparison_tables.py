@@ -223,8 +223,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         say("")
     for sentence in comparison.verdicts:
         say(sentence, "bold")
-    if comparison.beside_ngrams:
-        say(comparison.beside_ngrams)
+    if comparison.compared_with_ngrams:
+        say(comparison.compared_with_ngrams)
     for note in comparison.notes:
         say(f"note: {note}", "yellow")
 

@@ -138,7 +138,7 @@ def study_page(
         study=study,
         arms=arms,
         baseline=comparison.baseline,
-        beside_ngrams=comparison.beside_ngrams,
+        compared_with_ngrams=comparison.compared_with_ngrams,
         same=_same(compared),
         design=_design(comparison),
         pairing=_pairing([arm.results[0] for arm in arms]),
