@@ -26,8 +26,8 @@ import torch
 from pydantic import Field
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.exit import announce_import, exit_on_bad_input
-from moe_ffn.config.environment import check_environment
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.config.environment import announce_import, check_environment
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.ffn import moe
 from moe_ffn.runs.config import TrainConfig

@@ -39,13 +39,13 @@ from moe_ffn.routing import (
 )
 
 if TYPE_CHECKING:
-    from moe_ffn.cli.train import train
     from moe_ffn.interop.audit import audit
     from moe_ffn.interop.diff import diff
     from moe_ffn.interop.routings import watch
     from moe_ffn.model.decoder import Decoder, DecoderConfig
     from moe_ffn.model.generate import generate
     from moe_ffn.runs.reader import Run, load_run
+    from moe_ffn.runs.train import train
     from moe_ffn.testing import check_ffn, check_router
     from moe_ffn.training.recovery import TrainingError
     from moe_ffn.weights.from_transformers import load_transformers
@@ -101,7 +101,7 @@ _LAZY = {
     "export_transformers": "moe_ffn.weights.to_transformers",
     "generate": "moe_ffn.model.generate",
     "load_transformers": "moe_ffn.weights.from_transformers",
-    "train": "moe_ffn.cli.train",
+    "train": "moe_ffn.runs.train",
     "TrainingError": "moe_ffn.training.recovery",
     "watch": "moe_ffn.interop.routings",
     **dict.fromkeys(("Decoder", "DecoderConfig"), "moe_ffn.model.decoder"),

@@ -362,7 +362,7 @@ class PartChecks:
             raise self.error(
                 "its config supports UseCase(cached=True), but the output of the token at position "
                 f"{int(difference_S.argmax())} changes if it is computed alone, so generated text would be "
-                "wrong; return a reason from unsupported(use_case), or remove is_tokenwise or supports_cache"
+                "wrong; return a reason from unsupported(use_case), or remove is_tokenwise"
             )
 
     # -- checks of each kind of part

@@ -21,12 +21,12 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from moe_ffn import build_ffn
-from moe_ffn.cli.logs import set_up_logging
+from moe_ffn.cli.exit import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.outputs import NoisyRouting, Routing, SparsityTargetRouting, VariableKRouting
 from moe_ffn.routing import TopKRouterConfig
-from tests.helpers import identity_router
+from tests.helpers import every_router
 from tests.helpers.every_router import decide
 
 pytest_plugins = ["tests.helpers.programs_in_process"]
@@ -182,7 +182,7 @@ def route_logits() -> Callable[..., Routing]:
         logits_TE: Tensor, k: int, renormalize: bool = False, mask: Tensor | None = None
     ) -> Routing:
         config = TopKRouterConfig(k=k, renormalize=renormalize)
-        return identity_router.route(config, logits_TE, mask=mask)
+        return every_router.route(config, logits_TE, mask=mask)
 
     return route
 

@@ -23,9 +23,9 @@ from moe_ffn.ffn.mixture_of_depths import by_sequence
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.model.decoder import DecoderConfig, layer_name
 from moe_ffn.outputs import Routing
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_num_params
-from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
 

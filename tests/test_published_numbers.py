@@ -28,7 +28,7 @@ from moe_ffn.balancing.losses import (
 from moe_ffn.outputs import Routing
 from moe_ffn.routing import SigmoidTopKRouterConfig, SinkhornRouterConfig, TopKRouterConfig
 from moe_ffn.routing.capacity import by_position, by_probability, capacity_of, drop_over_capacity
-from tests.helpers.identity_router import route
+from tests.helpers.every_router import route
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_losses.json").read_text("utf-8"))
 

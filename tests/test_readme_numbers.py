@@ -24,12 +24,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from moe_ffn.cli.train import DEFAULT_TIME
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.prepare import prepare
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import FACTS_FILE, SUMMARY_FILE, git_revision
+from moe_ffn.runs.train import DEFAULT_TIME
 from moe_ffn.studies import timing
 from moe_ffn.training.objective import Objective, objective
 

@@ -24,8 +24,8 @@ from moe_ffn.config.yaml_files import read_config
 from moe_ffn.report.plots import figures_page
 from moe_ffn.report.studies.leaderboard import leaderboard
 from moe_ffn.report.studies.study_page import SUMMARY_FILE, StudyPage, study_page
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
 from moe_ffn.studies.gather import gather
 from tests.helpers.browser import chromium, opened

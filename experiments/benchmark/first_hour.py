@@ -48,7 +48,7 @@ from moe_ffn.config.errors import ConfigError, explaining, first_line
 from moe_ffn.ffn.dispatch import make_plan
 from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.select import BACKEND_DEVICES, BACKENDS, run_experts, unsupported_reason
+from moe_ffn.kernels.select import BACKENDS, run_experts
 from moe_ffn.outputs import Plan
 from moe_ffn.report.studies.markdown import markdown_table
 from moe_ffn.runs.reader import load_run
@@ -81,9 +81,7 @@ class Hour:
     @property
     def backends(self) -> list[str]:
         """Backends for this device; on a CPU, the interpreter may run the GPU's."""
-        return [
-            name for name in BACKENDS if not (self.on_gpu and BACKEND_DEVICES.get(name) == "cpu")
-        ]
+        return [name for name, b in BACKENDS.items() if not (self.on_gpu and b.device == "cpu")]
 
     @property
     def models(self) -> dict[str, Shape]:
@@ -149,7 +147,7 @@ def exactness(hour: Hour) -> list[str]:
         torch.set_float32_matmul_precision(precision)
         of_loop: dict[str, float] = {}
         for backend in hour.backends:
-            if (reason := unsupported_reason(backend, given[0], given[2])) is not None:
+            if reason := BACKENDS[backend].unsupported_reason(given[0], given[2]):
                 rows.append([name, backend, f"not run: it {reason}"])
                 continue
             got = derivatives(backend, *given, case.tokens.grad_BSD)

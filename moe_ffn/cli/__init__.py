@@ -3,21 +3,9 @@
 They need more packages than the layers.
 """
 
-import importlib.util
 import sys
 
-from moe_ffn.config.errors import install
-
-_NEEDED = ("lightning", "numpy", "plotly", "rich", "tokenizers", "torchmetrics", "yaml")
-
-
-def require_packages() -> None:
-    """Raise ModuleNotFoundError if a package of the programs is missing."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f"the programs need {', '.join(missing)}; install with: {install('train')}"
-        )
+from moe_ffn.config.environment import require_packages
 
 
 def exit_without_packages() -> None:

@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_ffn.cli.command_line import parse_flags
-from moe_ffn.cli.parser import Parser, page_file, plain_table, whole, write_output
+from moe_ffn.cli.parser import Parser, page_file, whole, write_output
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.report.tables import plain_table
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.coordinates import Coordinates, measure_coordinates
 

@@ -35,14 +35,12 @@ from moe_ffn.cli.parser import (
     Parser,
     json_file,
     page_file,
-    plain_table,
     whole,
     whole_number,
     whole_numbers,
     write_json,
     write_output,
 )
-from moe_ffn.cli.results import plain_values
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.config.option_tree import merge
@@ -53,8 +51,10 @@ from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import Decoder, short_name
-from moe_ffn.report.html import number
+from moe_ffn.report.numbers import number
+from moe_ffn.report.tables import plain_table
 from moe_ffn.runs.folder import TOKENIZER_FILE
+from moe_ffn.runs.json_files import plain_values
 from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.runs.texts import prepare_data, tokens_of_path
 from moe_ffn.training.distillation import (

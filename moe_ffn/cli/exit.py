@@ -1,19 +1,24 @@
-"""Exit codes of the programs; mistakes print a few lines to stderr, signals print no traceback."""
+"""Exit codes and log of the programs; mistakes print a few lines to stderr, signals print no traceback."""
 
 from __future__ import annotations
 
+import argparse
 import io
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from moe_ffn.cli.logs import LOGGER, set_up_logging
-from moe_ffn.config.environment import LaunchError, is_first_here, is_under_torchrun
+from moe_ffn.config.environment import LaunchError, is_first_here, is_first_rank, is_under_torchrun
 from moe_ffn.config.errors import ConfigError, printable, shorten
 from moe_ffn.kernels.memory import out_of_memory
+
+LOGGER = logging.getLogger("moe_ffn")
+"""Logger of the whole package; the programs write its messages to stderr."""
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -108,10 +113,42 @@ def _exit(signum: int, frame: object) -> None:
     raise SystemExit(EXIT_SIGNAL + signum)
 
 
-def announce_import(*packages: str) -> None:
-    """Log `importing lightning ...` for packages that are not imported yet.
+# -- log
 
-    Call this after the options are checked, so that mistakes and `--help` do not log it.
-    """
-    if not_imported := [name for name in packages if name not in sys.modules]:
-        LOGGER.info("importing %s ...", " and ".join(not_imported))
+
+class _Formatter(logging.Formatter):
+    """Format only the message; an error begins with `error: `, or with the `prefix` of its log record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        prefix = getattr(record, "prefix", "error")
+        return f"{prefix}: {line}" if record.levelno >= logging.ERROR else line
+
+
+class _Handler(logging.StreamHandler[Any]):
+    """Handler that writes to the current `sys.stderr`, even if that is replaced later."""
+
+    stream = property(lambda self: sys.stderr, lambda self, value: None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(_Formatter())
+        self.addFilter(lambda record: record.levelno >= logging.ERROR or is_first_rank())
+
+
+def set_up_logging() -> None:
+    """Show the package's log from level INFO on the first rank, and only errors on other ranks."""
+    if not any(isinstance(handler, _Handler) for handler in LOGGER.handlers):
+        LOGGER.addHandler(_Handler())
+        LOGGER.propagate = False
+    LOGGER.setLevel(logging.INFO)
+
+
+class SetLevel(argparse.Action):
+    """Set the log level: DEBUG for `-v`, ERROR for `-q`; the default is INFO."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        is_verbose = option_string in ("-v", "--verbose")
+        LOGGER.setLevel(logging.DEBUG if is_verbose else logging.ERROR)

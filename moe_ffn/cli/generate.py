@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, whole
@@ -26,7 +25,7 @@ from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.config.option_tree import show_value
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_value, validate
-from moe_ffn.experts.base import compile_kernels
+from moe_ffn.kernels.native.build import compile_kernels
 from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.report.trace import check_routes, trace_of_decoder
 from moe_ffn.report.trace_view import table
@@ -74,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         check_routes(folder, run.config.model, output.routings)
         outputs.append((output, num_new))
 
-    compile_kernels(run.decoder, torch.device("cpu"))
+    compile_kernels()
     observe = record if args.trace else None
     start = time.perf_counter()
     pieces = stream_texts(run.decoder, run.tokenizer, [ids], sample, args.seed, observe)

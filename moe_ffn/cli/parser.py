@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from moe_ffn.cli.logs import SetLevel
+from moe_ffn.cli.exit import SetLevel
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, did_you_mean, explaining, nearest_or_all
@@ -258,14 +257,6 @@ def write_output(option: str, path: Path, text: str, label: str = "written") -> 
         # A file name in the text may not be UTF-8.
         write_atomically(path, text.encode(errors="backslashreplace"))
     print(f"{label}: {path}")
-
-
-def plain_table(headers: Sequence[str], *, num_texts: int = 1, **options: Any) -> Table:
-    """Return an empty table without lines; columns after the first `num_texts` are aligned to the right."""
-    table = Table(box=None, pad_edge=False, **options)
-    for place, name in enumerate(headers):
-        table.add_column(name, justify="left" if place < num_texts else "right", overflow="fold")
-    return table
 
 
 _MIN_WIDTH = 30

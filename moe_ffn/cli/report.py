@@ -10,6 +10,7 @@ Runs that differ only in their seeds form one arm.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser, page_file
@@ -32,11 +33,14 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if not 0.1 <= args.every <= 86_400:
         raise ConfigError(f"--every: must be from 0.1 to 86400 seconds, got {args.every}")
+    from moe_ffn.report.studies.comparison_page import html_of_runs  # loads plotly
+
     output = args.output or default_output(args.runs)
     if args.watch:
-        watch(args.runs, output, args.every, lambda text: print(text, flush=True))
+        say = partial(print, flush=True)
+        watch(args.runs, output, args.every, say, html_of=html_of_runs)
         return 0
-    write_report(args.runs, output)
+    write_report(args.runs, output, html_of=html_of_runs)
     print(output)
     return 0
 

@@ -35,14 +35,16 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_ffn.cli.command_line import overrides_of
-from moe_ffn.cli.parser import Parser, plain_table, whole
+from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.errors import ConfigError, command, did_you_mean, explaining, printable, show
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import write_atomically
+from moe_ffn.report.numbers import si_format
+from moe_ffn.report.tables import plain_table
 from moe_ffn.runs import folder as run_folder
+from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 from moe_ffn.studies.gather import TIMING_FILE
 from moe_ffn.studies.sweep import Job, Sweep, threads_of_a_run, write_study
@@ -199,15 +201,6 @@ def _state(job: Job) -> str:
     if job.state != "waiting":
         return "done" if job.state == "finished" else job.state
     return "begun" if run_folder.is_run(job.run.folder) else ""
-
-
-def si_format(number: float) -> str:
-    """Format with three digits and an SI prefix: `1.25M`."""
-    prefixes = iter("kMGTPE")
-    prefix = ""
-    while abs(number) >= 999.5:
-        number, prefix = number / 1000, next(prefixes)
-    return f"{number:.3g}{prefix}"
 
 
 # -- time

@@ -7,42 +7,28 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from moe_ffn.cli import require_packages
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_SIGNAL, announce_import
+from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_SIGNAL
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config import trust
-from moe_ffn.config.environment import check_environment, is_first_rank
-from moe_ffn.config.errors import ConfigError, command, printable
-from moe_ffn.config.import_path import explaining_custom_errors
-from moe_ffn.config.option_tree import merge
-from moe_ffn.config.yaml_files import read_yaml, validate
+from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.files import reason
 from moe_ffn.kernels.memory import out_of_memory
-from moe_ffn.report.html import compact
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
-from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.identity import resume_with
 from moe_ffn.runs.memory import training_needs
-from moe_ffn.runs.reader import Run, load_run
+from moe_ffn.runs.train import start
 from moe_ffn.training.recovery import TrainingError
 
 log = logging.getLogger(__name__)
 
 NEWEST = ""
 """Value of `--resume` without a run."""
-
-DEFAULT_TIME = "about 3 minutes on 2 CPU cores"
-"""Duration of the default run, as measured in docs/default_run.json."""
-
-DECIDES_TIME = ("init_from", "model", "data", "objective", "optimizer", "trainer", "parallel")
-"""Sections of the config that determine how long a run takes."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +53,7 @@ def reads_a_folder(config: TrainConfig) -> bool:
 def _run(config: TrainConfig, resume: Resume | None) -> int:
     """Train, and return the exit code."""
     try:
-        _train(config, resume)
+        start(config, resume)
     except TrainingError as error:
         return exit_code(error)
     except Exception as error:
@@ -86,64 +72,6 @@ def exit_code(error: TrainingError) -> int:
     if isinstance(error, Interrupted):
         return EXIT_SIGNAL + error.signum
     return EXIT_DIVERGED if isinstance(error, Diverged) else EXIT_FAILED
-
-
-def describe_run(config: TrainConfig, resume: Resume | None = None) -> str:
-    """Return a description of the run to train, with its duration if it is the default run."""
-    model, data, trainer = config.model, config.data, config.trainer
-    blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
-    layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)} with {blocks}"
-    params = model.num_params(*data.text_sizes)
-    active = model.num_active_params(*data.text_sizes)
-    used = f" ({compact(active)} used by a token)" if active != params else ""
-    tokens = data.batch_size * data.seq_len * trainer.accumulate_grad_batches
-    default = TrainConfig()
-    is_default = all(getattr(config, part) == getattr(default, part) for part in DECIDES_TIME)
-    time = DEFAULT_TIME if is_default and resume is None else "the first steps show the time left"
-    verb = "training" if resume is None else f"resuming {resume.folder}"
-    return printable(
-        f"{verb}: {layers}; {compact(params)} parameters{used}; {trainer.max_steps:,} steps of "
-        f"{tokens:,} tokens (corpus {data.corpus.type}); {time}"
-    )
-
-
-def train(options: Mapping[str, Any] | str | Path) -> Run:
-    """Train a run like `moe-ffn train`, and return it.
-
-        ffn = {"type": "moe", "num_experts": 16}
-        run = moe_ffn.train({"model": {"ffn": ffn}, "trainer": {"max_steps": 200}})
-        run.summary.validation_loss
-
-    With several ranks, only the first returns; the other ranks exit.
-
-    Args:
-        options: options nested as in YAML, or the path of a YAML file; other options keep their defaults.
-
-    Raises:
-        ConfigError: one line per mistake in the options.
-        TrainingError: training failed, diverged or was interrupted.
-        ModuleNotFoundError: a package of the extra `train` is missing.
-    """
-    require_packages()
-    if not isinstance(options, Mapping):
-        options = read_yaml(Path(options), where=f"'{options}'")
-    folder = _train(validate(TrainConfig, merge(TrainConfig().to_dict(), options)), None)
-    if not is_first_rank():
-        raise SystemExit(0)
-    return load_run(folder)
-
-
-def _train(config: TrainConfig, resume: Resume | None) -> Path:
-    """Check the environment and the config, import Lightning, and train; see `training_run.train`."""
-    # Before the import of Lightning, which reads the same variables.
-    check_environment(config.trainer.num_nodes)
-    with explaining_custom_errors():
-        check_counts(config)
-        log.info("%s", describe_run(config, resume))
-    announce_import("lightning")
-    from moe_ffn.cli import training_run
-
-    return training_run.train(config, resume)
 
 
 def take_flags(argv: Sequence[str]) -> tuple[Namespace, list[str]]:

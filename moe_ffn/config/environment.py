@@ -6,12 +6,16 @@ where torch would crash.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 import sys
 import tempfile
 from typing import NamedTuple
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, install
+
+log = logging.getLogger(__name__)
 
 
 def _require_folders_of_torch() -> None:
@@ -168,3 +172,26 @@ def _launch_error(why: str, *names: str) -> LaunchError:
     given = [name for name in dict.fromkeys(names) if name in os.environ]
     values = ", ".join(f"{name} is '{os.environ[name]}'" for name in given)
     return LaunchError(f"{values} in the environment, but {why}, or unset {' '.join(given)}")
+
+
+# -- packages of the programs
+
+_NEEDED = ("lightning", "numpy", "plotly", "rich", "tokenizers", "torchmetrics", "yaml")
+
+
+def require_packages() -> None:
+    """Raise ModuleNotFoundError if a package of the programs is missing."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"the programs need {', '.join(missing)}; install with: {install('train')}"
+        )
+
+
+def announce_import(*packages: str) -> None:
+    """Log `importing lightning ...` for packages that are not imported yet.
+
+    Call this after the options are checked, so that mistakes and `--help` do not log it.
+    """
+    if not_imported := [name for name in packages if name not in sys.modules]:
+        log.info("importing %s ...", " and ".join(not_imported))

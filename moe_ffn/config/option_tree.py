@@ -323,6 +323,14 @@ def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def lookup(options: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path, such as `model.ffn.type`; None if it is absent."""
+    value: Any = options
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 # -- merging
 
 

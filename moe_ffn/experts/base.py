@@ -8,13 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.outputs import Plan
 
 
@@ -118,12 +116,3 @@ class Experts(nn.Module, ABC):
     def weights(self) -> ExpertWeights | None:
         """Return the parameters (no copies) of E networks with hidden units; None for other kinds."""
         return None
-
-
-def compile_kernels(model: nn.Module, device: torch.device) -> None:
-    """Compile the CPU kernels if a model needs them and the machine does not have them yet.
-
-    Call this before timing; otherwise the first step compiles them.
-    """
-    if device.type == "cpu" and any(isinstance(part, Experts) for part in model.modules()):
-        unavailable_reason()

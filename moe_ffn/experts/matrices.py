@@ -32,7 +32,7 @@ from moe_ffn.kernels.activations import (
     SoftCapOptions,
 )
 from moe_ffn.kernels.base import ExpertWeights, init_linear_
-from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
+from moe_ffn.kernels.select import BACKENDS, BackendName, run_experts
 from moe_ffn.outputs import Plan
 
 
@@ -49,7 +49,7 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     """Add a bias to every matrix."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of zeroing an activated hidden unit, in training."""
-    backend: Literal["auto", "loop", "cpu", "grouped_mm", "triton"] = "auto"
+    backend: BackendName = "auto"
     """Implementation of the experts' matrix products; all compute the same result."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
         return self.model_copy(update={"d_ff": self.width(d_model, experts_per_token)})
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
-        needed = BACKEND_DEVICES.get(self.backend)
+        needed = None if self.backend == "auto" else BACKENDS[self.backend].device
         if None not in (needed, use_case.device) and needed != use_case.device:
             return Unsupported(
                 f"backend ({self.backend}) runs on {needed}, but this run is on {use_case.device}",

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from moe_ffn.kernels.activations import Activation, ClampedSwiGLU, GateFunction
+from moe_ffn.kernels.activations import ClampedSwiGLU, GateFunction
 from moe_ffn.kernels.autograd import NUM_GRADIENTS, register
 from moe_ffn.kernels.base import (
     NO_TRANSFORMS,
@@ -36,7 +36,7 @@ from moe_ffn.kernels.base import (
     reject_more_derivatives,
     without_autocast,
 )
-from moe_ffn.kernels.native.build import unavailable_reason
+from moe_ffn.kernels.native.build import activations, unavailable_reason
 from moe_ffn.kernels.torch_products import run_loop
 from moe_ffn.outputs import Plan
 
@@ -51,7 +51,7 @@ def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def is_compiled(weights: ExpertWeights) -> bool:
-    """Return True if the kernels are compiled and support the gate of these experts."""
+    """Return True if the kernels are compiled and support these experts."""
     return has_kernel(weights) and unavailable_reason() is None
 
 
@@ -164,13 +164,15 @@ class _Experts(torch.autograd.Function):
 
 # -- compiled kernels
 
-_CODES = {name: code for code, name in enumerate((*get_args(Activation), "clamped"))}
-"""Codes of `Activation` in passes.h."""
+_CODES = {name: code for code, name in enumerate(activations())}
 
 
 def has_kernel(weights: ExpertWeights) -> bool:
-    """Return True if the kernels support the gate of these experts."""
-    return weights.gate_function is None or isinstance(weights.gate_function, ClampedSwiGLU)
+    """Return True if the kernels support the activation and the gate of these experts."""
+    is_gate_known = weights.gate_function is None or isinstance(
+        weights.gate_function, ClampedSwiGLU
+    )
+    return is_gate_known and weights.activation in _CODES
 
 
 def native(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:

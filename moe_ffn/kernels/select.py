@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,23 +22,31 @@ from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_unsupported_re
 from moe_ffn.kernels.triton import backend as triton
 from moe_ffn.outputs import Plan
 
-BACKENDS: dict[str, Backend] = {
-    "loop": loop,
-    "cpu": cpu.cpu,
-    "grouped_mm": grouped_mm,
-    "triton": triton.triton,
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """A backend, and where it runs."""
+
+    run: Backend
+    unsupported_reason: Callable[[Tensor, ExpertWeights], str | None] = lambda *_: None
+    """Return why the backend cannot run these tokens and weights, or None if it can."""
+    device: str | None = None
+    """Device type, if the backend supports only one."""
+    auto_on: str | None = None
+    """Device type on which `auto` chooses the backend, unless an earlier one in the table can run."""
+
+
+BACKENDS = {
+    "loop": BackendEntry(loop),
+    "cpu": BackendEntry(cpu.cpu, cpu.unsupported_reason, device="cpu", auto_on="cpu"),
+    "triton": BackendEntry(triton.triton, triton.unsupported_reason, device="cuda", auto_on="cuda"),
+    "grouped_mm": BackendEntry(grouped_mm, grouped_mm_unsupported_reason, auto_on="cuda"),
 }
 """Backends by name; a test compares each with a double loop over tokens and experts."""
 
-_UNSUPPORTED_REASONS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
-    "cpu": cpu.unsupported_reason,
-    "grouped_mm": grouped_mm_unsupported_reason,
-    "triton": triton.unsupported_reason,
-}
-"""Backend -> function that returns why it cannot run these tokens and weights, or None if it can."""
+BackendName = Literal["auto", "loop", "cpu", "grouped_mm", "triton"]
 
-BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
-"""Device type of each backend that supports only one."""
+assert {"auto", *BACKENDS} == {*get_args(BackendName)}
 
 
 def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) -> Tensor:
@@ -53,24 +63,16 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
         return cpu.run_operator(x_TD, plan, weights)  # all backends have equal output shapes
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
-    elif (reason := unsupported_reason(backend, x_TD, weights)) is not None:
+    elif (reason := BACKENDS[backend].unsupported_reason(x_TD, weights)) is not None:
         raise ValueError(f"experts.backend '{backend}' {reason}")
-    return BACKENDS[backend](x_TD, plan, weights)
-
-
-def unsupported_reason(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    reason = _UNSUPPORTED_REASONS.get(backend)
-    return None if reason is None else reason(x_TD, weights)
+    return BACKENDS[backend].run(x_TD, plan, weights)
 
 
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
     """Return the name of the backend that `auto` chooses."""
-    if is_transform_on():
-        return "loop"
-    if x_TD.device.type == "cpu":
-        return "cpu"
-    if x_TD.device.type == "cuda":
-        for name in ("triton", "grouped_mm"):
-            if unsupported_reason(name, x_TD, weights) is None:
+    if not is_transform_on():
+        for name, entry in BACKENDS.items():
+            is_for = entry.auto_on == x_TD.device.type
+            if is_for and entry.unsupported_reason(x_TD, weights) is None:
                 return name
     return "loop"

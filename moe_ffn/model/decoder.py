@@ -204,7 +204,10 @@ class DecoderConfig(Config, frozen=True):
         )
 
     def build(
-        self, vocab_size: int, max_seq_len: int, on_layer: Callable[[Block], None] | None = None
+        self,
+        vocab_size: int,
+        max_seq_len: int,
+        on_layer: Callable[[DecoderLayer], None] | None = None,
     ) -> Decoder:
         """Return a newly initialised module for sequences of up to `max_seq_len` tokens.
 
@@ -340,7 +343,7 @@ def _build_with_own_seed(ffn: FFNConfig, d_model: int) -> FFNBlock:
         return ffn.build(d_model)
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """A layer: attention and a feed-forward block, each added to the residual stream.
 
     Pre-norm is x + f(norm(x)) and leaves the residual stream unnormalised (Xiong et al. 2020); post-norm is
@@ -410,7 +413,7 @@ class Decoder(nn.Module):
         config: DecoderConfig,
         vocab_size: int,
         max_seq_len: int,
-        on_layer: Callable[[Block], None] | None = None,
+        on_layer: Callable[[DecoderLayer], None] | None = None,
     ) -> None:
         super().__init__()
         require_count(vocab_size, "vocab_size")
@@ -432,12 +435,12 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList()
         for ffn, window in zip(config.layer_ffns(), config.layer_windows(), strict=True):
-            block = Block(config, ffn, window)
-            _rescale(block, self.scales, f"{LAYERS}{len(self.layers)}.")
+            layer = DecoderLayer(config, ffn, window)
+            _rescale(layer, self.scales, f"{LAYERS}{len(self.layers)}.")
             if on_layer is not None:
-                on_layer(block)
-            self.layers.append(block)
-        # With post-norm, the output of the last block is already normalised.
+                on_layer(layer)
+            self.layers.append(layer)
+        # With post-norm, the output of the last layer is already normalised.
         pre_norm = config.norm_placement == "pre"
         self.final_norm = config.norm.build(config.d_model) if pre_norm else nn.Identity()
         self.unembedding = nn.Linear(config.d_model, vocab_size, bias=False)
@@ -562,7 +565,7 @@ class Decoder(nn.Module):
         """Return name -> router, with the names of `DecoderOutput.routings`."""
         routers: dict[str, Router] = {}
         for index, layer in enumerate(self.layers):
-            routers |= prefix_names(layer_name(index), cast("Block", layer).ffn.routers())
+            routers |= prefix_names(layer_name(index), cast("DecoderLayer", layer).ffn.routers())
         return routers
 
     def set_k(self, k_at: Mapping[str, int], option: str = "k_at") -> None:

@@ -6,7 +6,6 @@ a page.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,10 @@ from markupsafe import Markup, escape
 from moe_ffn.config.errors import printable
 from moe_ffn.files import write_atomically
 from moe_ffn.model.decoder import short_name
-from moe_ffn.runs.json_files import finite
+from moe_ffn.report.numbers import compact, number
 
 OPENING = "<!doctype html>"
 """Beginning of every page."""
-
-NONE = "-"
-"""Text of an absent value."""
 
 
 def render(template: str, **values: Any) -> str:
@@ -47,30 +43,9 @@ def write_page(path: Path, html: str) -> None:
     write_atomically(path, html.encode(errors="backslashreplace"))
 
 
-# -- names and numbers as text
-
-
 def layer_title(name: str) -> str:
     """Return the title of a layer: `layer 3 inner` for `layer_03/inner`."""
     return f"layer {short_name(name)}"
-
-
-def number(value: Any, form: str = ".4f") -> str:
-    """Return a number as text, `NaN` or `infinite`; a dash for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return NONE
-    return format(value, form) if math.isfinite(value) else "NaN" if value != value else "infinite"
-
-
-def compact(count: Any, unit: str = "") -> str:
-    """Return 2,450,000 as `2.45 M`, or `2.45 MB` with a unit; a dash unless the count is finite."""
-    size = finite(count)
-    if size is None:
-        return NONE
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= factor:
-            return f"{size / factor:.2f} {prefix}{unit}"
-    return f"{size:.0f} {unit}".strip()
 
 
 # -- the templates

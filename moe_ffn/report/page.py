@@ -1,4 +1,4 @@
-"""Page of one run or of several; it can follow runs in progress."""
+"""Page of a run; the page of a run or of several is written to a file, and can follow runs in progress."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from moe_ffn.report import run_summary
 from moe_ffn.report.html import write_page
 from moe_ffn.runs.reader import Run, read_runs
 
+HtmlOf = Callable[..., str]
+"""(runs, reload_every=..., output=...) -> page; see `report_html`."""
+
 
 def write_report(
     folders: Sequence[Path],
@@ -18,6 +21,7 @@ def write_report(
     *,
     reload_every: float | None = None,
     has_ended: bool = False,
+    html_of: HtmlOf | None = None,
 ) -> list[Run]:
     """Write the page of these runs atomically, and return the runs.
 
@@ -25,12 +29,14 @@ def write_report(
         reload_every: seconds between reloads of the page while a run is in progress; None never reloads.
         has_ended: True if the caller knows that training has ended; otherwise a run counts as interrupted
             only after its files have not changed for a long time.
+        html_of: returns the page; by default `report_html`, for one run.
 
     Raises:
         ConfigError: a folder is not a run, or `output` cannot be written.
     """
     runs = read_runs(folders, has_ended=has_ended)
-    html = report_html(runs, reload_every=reload_every, output=output)
+    reload_every = reload_every if any(run.is_running for run in runs) else None
+    html = (html_of or report_html)(runs, reload_every=reload_every, output=output)
     with explaining(f"'{output}' cannot be written", "choose another file with --output"):
         write_page(output, html)
     return runs
@@ -39,7 +45,7 @@ def write_report(
 def report_html(
     runs: Sequence[Run], *, reload_every: float | None = None, output: Path | None = None
 ) -> str:
-    """Return the page.
+    """Return the page of one run.
 
     Args:
         output: path of the page, which links to a shared script near it instead of including the script.
@@ -49,11 +55,6 @@ def report_html(
     from moe_ffn.report.plots import plots_of_run, render_plots, shared_script
     from moe_ffn.report.trace_view import PALETTE
 
-    reload_every = reload_every if any(run.is_running for run in runs) else None
-    if len(runs) > 1:
-        from moe_ffn.report.studies.comparison_page import html_of_runs
-
-        return html_of_runs(runs, output, reload_every)
     return render_plots(
         "run.html",
         plots_of_run(runs[0]),
@@ -78,6 +79,7 @@ def watch(
     every: float,
     say: Callable[[str], None],
     sleep: Callable[[float], None] | None = None,
+    html_of: HtmlOf | None = None,
 ) -> None:
     """Rewrite the page every few seconds until no run is in progress.
 
@@ -85,6 +87,7 @@ def watch(
 
     Args:
         every: seconds between two pages.
+        html_of: see `write_report`.
 
     Raises:
         ConfigError: a path exists but is not a run, or the page cannot be written.
@@ -97,16 +100,16 @@ def watch(
                 say(f"waiting for {folder}")
             while not _has_begun(folder):
                 sleep(every)
-        runs = write_report(folders, output, reload_every=every)
+        runs = write_report(folders, output, reload_every=every, html_of=html_of)
         say(f"{output} is kept current; press Ctrl-C to stop")
         while any(run.is_running for run in runs):
             sleep(every)
-            runs = write_report(folders, output, reload_every=every)
+            runs = write_report(folders, output, reload_every=every, html_of=html_of)
     except KeyboardInterrupt:
         if not runs:
             say(f"stopped waiting; {output} was not written")
             return
-        write_report(folders, output)
+        write_report(folders, output, html_of=html_of)
         say(f"stopped: {output}")
     else:
         interrupted = [run.name for run in runs if run.state == "interrupted"]

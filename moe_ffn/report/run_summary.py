@@ -15,7 +15,7 @@ from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, result_columns
 from moe_ffn.model.decoder import short_name
 from moe_ffn.notebook_cards import spread
-from moe_ffn.report.html import NONE, number
+from moe_ffn.report.numbers import NONE, number
 from moe_ffn.runs.config import block_of, value_in_words
 from moe_ffn.runs.json_files import AlarmLine, finite
 from moe_ffn.runs.reader import Run
@@ -160,7 +160,7 @@ class Health:
     """Last value of a metric in each layer, and its healthy range."""
 
     title: str
-    layers: Sequence[Cell]
+    layers: Sequence[TableCell]
     """Text for each layer, empty without the metric, and `bad` if the value is out of range."""
     healthy: str
 
@@ -173,7 +173,7 @@ def health(run: Run) -> list[Health]:
         if metric.healthy_range is None or not by_layer:
             continue
         low, high = metric.healthy_range
-        cells: list[Cell] = []
+        cells: list[TableCell] = []
         for layer in run.layers:
             value = by_layer.get(layer, Series()).last
             kind = "" if value is None or low <= value <= high else "bad"
@@ -228,7 +228,7 @@ def alarm_groups(run: Run) -> list[list[AlarmLine]]:
 # -- the experts of one run
 
 
-Cell = tuple[str, str]
+TableCell = tuple[str, str]
 """Text of a share and its kind: `high` above 1.5 times the even share, `low` below 1 / 1.5 of it, `none` for
 0, otherwise empty."""
 
@@ -240,9 +240,9 @@ class ExpertRow:
     """The load of a layer on the validation split, as text."""
 
     layer: str
-    shares: Sequence[Cell]
+    shares: Sequence[TableCell]
     """Share of each expert in percent."""
-    extremes: Sequence[Cell]
+    extremes: Sequence[TableCell]
     """Cells of `EXTREMES`: number of experts, three shares, and number of unused experts."""
     measures: Sequence[str]
     """Texts of `result_columns`."""

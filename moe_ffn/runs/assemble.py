@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from moe_ffn.data.prepare import PreparedData, validation_batches
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import portable_options
 from moe_ffn.runs.folder import (
@@ -218,8 +219,7 @@ def run_facts(
     teacher_sha256: str | None = None,
 ) -> dict[str, Any]:
     """Return the facts of a run for `facts.json` and wandb: options, code revision, data, sizes, hardware."""
-    vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
-    d_model, ffns = config.model.d_model, config.model.layer_ffns()
+    budget = Budget.of(config, data.tokenizer.vocab_size)
     return {
         **portable_options(config),
         "ffn_type": "+".join(ffn_types(config)),
@@ -231,12 +231,12 @@ def run_facts(
         "teacher_sha256": teacher_sha256,
         "precision": precision,
         "num_threads": torch.get_num_threads(),
-        "num_params": config.model.num_params(vocab_size, seq_len),
-        "num_active_params": config.model.num_active_params(vocab_size, seq_len),
-        "flops_per_token": config.model.flops_per_token(vocab_size, seq_len),
-        "ffn_params": sum(ffn.num_params(d_model) for ffn in ffns),
-        "ffn_active_params": sum(ffn.num_active_params(d_model) for ffn in ffns),
-        "ffn_flops_per_token": sum(ffn.flops_per_token(d_model, seq_len) for ffn in ffns),
+        "num_params": budget.model.params,
+        "num_active_params": budget.model.active_params,
+        "flops_per_token": budget.model.flops_per_token,
+        "ffn_params": budget.ffn.params,
+        "ffn_active_params": budget.ffn.active_params,
+        "ffn_flops_per_token": budget.ffn.flops_per_token,
         "hardware": describe_hardware(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

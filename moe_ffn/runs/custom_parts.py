@@ -18,7 +18,7 @@ from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.config.import_path import explaining_custom_errors, is_custom_class
 from moe_ffn.data.corpus import CorpusConfig, Document
 from moe_ffn.ffn import FFNConfig, IdentityConfig
-from moe_ffn.model.decoder import Block, Decoder
+from moe_ffn.model.decoder import Decoder, DecoderLayer
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.parametrization import StandardConfig
 from moe_ffn.model.positions import Positions, PositionsConfig
@@ -80,7 +80,7 @@ def _counted_parts(decoder: Decoder) -> Iterator[tuple[str, int, nn.Module, FFNC
     d_model, norm = model.d_model, model.norm
     norm_params = norm.num_params(d_model)
     for layer, (option, ffn) in enumerate(model.ffns_by_option()):
-        block, where = cast("Block", decoder.layers[layer]), f"of layer {layer}"
+        block, where = cast("DecoderLayer", decoder.layers[layer]), f"of layer {layer}"
         yield f"model.{option} ('{ffn.type}') {where}", ffn.num_params(d_model), block.ffn, ffn
         counted = model.attention.num_params(d_model, norm)
         yield f"model.attention {where}", counted, block.attention, None

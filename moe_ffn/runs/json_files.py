@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from moe_ffn.files import read_object
 from moe_ffn.training.config import PRECISIONS, Precision
@@ -142,3 +143,31 @@ class CodeEntries(JsonFile):
     @property
     def entries(self) -> Mapping[str, CodeEntry]:
         return self.__pydantic_extra__
+
+
+# -- writing
+
+MAX_COACTIVATION_EXPERTS = 64
+"""Maximum number of experts of a layer whose co-activation matrix is in the summary."""
+
+
+def plain_values(value: Any) -> Any:
+    """Return a value for JSON: null for NaN and infinity, matrices rounded to four decimals.
+
+    Matrices of more than `MAX_COACTIVATION_EXPERTS` rows are left out.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: plain_values(item)
+            for key, item in value.items()
+            if not isinstance(item, Tensor)
+            or item.ndim < 2
+            or len(item) <= MAX_COACTIVATION_EXPERTS
+        }
+    if isinstance(value, Tensor):
+        return plain_values(
+            (value if value.ndim < 2 else value.double().round(decimals=4)).tolist()
+        )
+    if isinstance(value, list):
+        return [plain_values(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -22,7 +22,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from moe_ffn.config.errors import UseCase
 from moe_ffn.data.batches import require_equal_shares
-from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
+from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderLayer
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import cross_entropy_of
 from moe_ffn.training.parallel.layout import SHARDED_PRECISIONS, Layout
@@ -135,7 +135,7 @@ def _expert_parameters(decoder: Decoder) -> set[int]:
         ids.update(map(id, experts.parameters()))
 
     for layer in decoder.layers:
-        cast("Block", layer).ffn.place_experts(collect)
+        cast("DecoderLayer", layer).ffn.place_experts(collect)
     return ids
 
 

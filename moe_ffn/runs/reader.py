@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_ffn import notebook_cards
 from moe_ffn.config.errors import ConfigError, first_line, reading
 from moe_ffn.config.import_path import explaining_custom_errors
+from moe_ffn.config.option_tree import lookup
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
@@ -216,10 +217,7 @@ class Run:
 
     def option(self, path: str) -> Any:
         """Return an option by its dotted path, such as `model.ffn.type`; None if absent."""
-        value: Any = self.options or self.facts.model_extra
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return lookup(self.options or self.facts.model_extra or {}, path)
 
     @property
     def is_running(self) -> bool:

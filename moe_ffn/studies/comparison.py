@@ -11,9 +11,9 @@ from statistics import fmean, stdev
 
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn.match import MAX_MISMATCH
-from moe_ffn.studies.budget import Budget
+from moe_ffn.runs.budget import Budget
 from moe_ffn.studies.differences import option_differences, require_comparable, require_same_options
-from moe_ffn.studies.result import RunResult, beside_ngrams, first_at
+from moe_ffn.studies.result import RunResult, compared_with_ngrams, first_at
 from moe_ffn.studies.statistics import (
     EQUALITY_MARGIN,
     MIN_SEEDS,
@@ -249,9 +249,9 @@ class Comparison:
         ]
 
     @property
-    def beside_ngrams(self) -> str:
+    def compared_with_ngrams(self) -> str:
         """Sentence that compares all runs with 5-gram models of the tokens they read; empty if unknown."""
-        return beside_ngrams(run for arm in self.arms for run in arm.results)
+        return compared_with_ngrams(run for arm in self.arms for run in arm.results)
 
     @classmethod
     def of(

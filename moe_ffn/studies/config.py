@@ -17,9 +17,9 @@ from moe_ffn.config.import_path import FileTag
 from moe_ffn.config.option_tree import merge, nest_options
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.ffn.match import MAX_MISMATCH
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig, folder_name_problem
 from moe_ffn.runs.folder import named_run_folder, output_dir
-from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.statistics import EQUALITY_MARGIN
 
 STUDY_FILE = "study.yaml"

@@ -19,7 +19,7 @@ from moe_ffn.config.option_tree import merge, nest_options
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.model.attention import LatentAttention, SelfAttention
-from moe_ffn.model.decoder import Block, Decoder
+from moe_ffn.model.decoder import Decoder, DecoderLayer
 from moe_ffn.routing.base import RouterLinear
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.memory import check_fits
@@ -133,7 +133,7 @@ def _measured_modules(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
             yield "attention", module
         elif isinstance(module, RouterLinear):
             yield "router logits", module
-        elif isinstance(module, Block):
+        elif isinstance(module, DecoderLayer):
             yield "feed-forward", module.ffn
 
 

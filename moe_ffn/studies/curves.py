@@ -103,7 +103,7 @@ LEVERAGE_LIMITS = (
 )
 """Limits of leverage, for the page of a study."""
 
-Curve = tuple[Sequence[float], Sequence[float]]
+CurvePoints = tuple[Sequence[float], Sequence[float]]
 """Training FLOPs in ascending order, and the loss at each."""
 
 
@@ -117,7 +117,7 @@ class Leverage:
     """Geometric mean over the seeds, with Student's interval; None with fewer than 3 seeds."""
 
 
-def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
+def leverage(dense: Mapping[int, CurvePoints], moe: Mapping[int, CurvePoints]) -> Leverage:
     """Divide the FLOPs of the dense model by those of the MoE at the same loss; above 1 the MoE saves FLOPs.
 
     Curves are compared within a seed, at the lowest loss that both reach.

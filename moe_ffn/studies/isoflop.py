@@ -10,6 +10,7 @@ import numpy as np
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.studies.statistics import (
+    FIT_RESAMPLES,
     LEVEL,
     Array,
     Interval,
@@ -18,8 +19,6 @@ from moe_ffn.studies.statistics import (
     positive_logs,
     resampled_residuals,
 )
-
-NUM_RESAMPLES = 200
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
     solve = np.linalg.pinv(design)
     estimate = solve @ y
     residuals = y - design @ estimate
-    drawn = resampled_residuals(residuals, 3, NUM_RESAMPLES, np.random.default_rng(seed))
+    drawn = resampled_residuals(residuals, 3, FIT_RESAMPLES, np.random.default_rng(seed))
     low, high = x.min() - centre, x.max() - centre
 
     def lowest(coefficients: Array) -> Array:

@@ -16,14 +16,14 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.config.errors import ConfigError, explain, reading
-from moe_ffn.config.option_tree import flatten
+from moe_ffn.config.option_tree import flatten, lookup
 from moe_ffn.files import read_bytes, write_atomically
 from moe_ffn.model.decoder import is_inner
+from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE
 from moe_ffn.runs.json_files import finite
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.training.monitoring.json_lines import (
     STEP_SECONDS,
@@ -130,10 +130,7 @@ class RunResult(_Value):
 
     def option(self, path: str) -> Any:
         """Return an option by its dotted path; None if it is absent."""
-        value: Any = self.config
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return lookup(self.config, path)
 
     @classmethod
     def of_run(cls, run: Run, study: StudyConfig | None = None) -> Self:
@@ -235,7 +232,7 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def beside_ngrams(runs: Iterable[RunResult]) -> str:
+def compared_with_ngrams(runs: Iterable[RunResult]) -> str:
     """Return how many runs end below a 5-gram model of the tokens that they read; empty if unknown."""
     pairs = [(run.outcome.validation_loss, run.outcome.ngram_loss) for run in runs]
     known = [(loss, ngrams) for loss, ngrams in pairs if loss is not None and ngrams is not None]

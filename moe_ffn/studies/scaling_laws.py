@@ -21,6 +21,7 @@ import numpy as np
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.studies.statistics import (
+    FIT_RESAMPLES,
     Array,
     Interval,
     check_runs,
@@ -31,8 +32,6 @@ from moe_ffn.studies.statistics import (
 
 DELTA = 1e-3
 """Threshold of the Huber loss, in log L: larger residuals count linearly."""
-
-NUM_RESAMPLES = 200
 
 NUM_STARTS = 12
 """Number of starts: the points of the grid with the smallest Huber loss."""
@@ -156,7 +155,7 @@ def fit(
     variables: Mapping[str, Sequence[float]],
     losses: Sequence[float],
     *,
-    num_resamples: int = NUM_RESAMPLES,
+    num_resamples: int = FIT_RESAMPLES,
     seed: int = 0,
 ) -> Fit:
     """Fit a law to the final losses of runs, with intervals and an error on the largest runs.

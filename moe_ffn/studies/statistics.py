@@ -20,6 +20,8 @@ LEVEL = 0.95
 POWER = 0.8
 """Probability with which a study detects its smallest detectable difference."""
 NUM_RESAMPLES = 2000
+FIT_RESAMPLES = 200
+"""Resamples of a fit, each of which is fitted again."""
 SIGNIFICANT = 0.05
 """Significance level: a difference is claimed if its p-value after Holm's correction is below it."""
 MIN_SEEDS = 3

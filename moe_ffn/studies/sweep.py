@@ -25,10 +25,10 @@ from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.files import make_folder, open_file, write_atomically
 from moe_ffn.runs import folder as run_folder
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_code import comparable_options
 from moe_ffn.runs.json_files import Summary
-from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
 from moe_ffn.training.monitoring.hardware import num_cores
 

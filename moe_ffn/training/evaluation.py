@@ -26,12 +26,7 @@ from moe_ffn.metrics.modular import (
 )
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.distillation import Answers
-from moe_ffn.training.objective import (
-    IGNORED_TARGET,
-    ObjectiveConfig,
-    cross_entropy_of,
-    inputs_and_targets,
-)
+from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, token_losses
 
 
 @dataclass(frozen=True)
@@ -125,19 +120,11 @@ def evaluate(
     language = LanguageMetrics().to(device)
     layers: dict[str, Sequence[LoadMetrics | TokenMetrics | ListMetrics]] = {}
     for index, batch in enumerate(batches):
-        input_ids, target_ids = inputs_and_targets(
-            decoder,
-            batch.input_ids.to(device),
-            batch.target_ids.to(device),
-            masked_fraction,
-            torch.Generator(device).manual_seed(index),
-        )
+        ids = batch.input_ids.to(device), batch.target_ids.to(device)
         with autocast_of(precision, device):
-            output = decoder(input_ids)
-            nats = cross_entropy_of(output.logits, target_ids, "none")
-        targets = target_ids.flatten()
-        counted = targets != IGNORED_TARGET
-        language.update(nats[counted], lengths_V[targets[counted]])
+            output, nats_BS, targets_BS = token_losses(decoder, *ids, masked_fraction, index)
+        counted_BS = targets_BS != IGNORED_TARGET
+        language.update(nats_BS[counted_BS], lengths_V[targets_BS[counted_BS]])
         capacities = decoder.expert_capacities(output.routings)
         for name, routing in output.routings.items():
             if name not in layers:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from moe_ffn.balancing.losses import StepTotals, count_step
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.metrics.modular import LanguageMetrics
-from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
+from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.training.distillation import StoredAnswers
 from moe_ffn.training.objective import (
@@ -32,10 +32,10 @@ from moe_ffn.training.objective import (
     Objective,
     ObjectiveConfig,
     add_coupling_gradient,
-    cross_entropy_of,
     inputs_and_targets,
     needs_step_totals,
     objective,
+    token_losses,
 )
 from moe_ffn.training.optimizer import (
     OptimizerConfig,
@@ -214,7 +214,7 @@ class LanguageModel(LightningModule):
         convert = self.trainer.precision_plugin.convert_module
         weights, layer_numbers = self._initial_weights, count()
 
-        def shard(layer: Block) -> None:
+        def shard(layer: DecoderLayer) -> None:
             _copy_into(layer, weights, f"layers.{next(layer_numbers)}.")
             sharder.shard_layer(convert(layer))
 
@@ -282,15 +282,16 @@ class LanguageModel(LightningModule):
             self.guard.require_progress(self.skipped_step)
 
     def validation_step(self, batch: LoadedBatch, batch_idx: int) -> ValidationOutput:
-        # The seed is the batch index, so every validation masks the same tokens, on any number of ranks.
-        generator = torch.Generator(self.device).manual_seed(max(batch["index"], 0))
-        input_ids, target_ids = self._inputs_and_targets(batch, generator)
-        output = self.decoder(input_ids)
-        nats, targets = cross_entropy_of(output.logits, target_ids, "none"), target_ids.flatten()
-        counted = targets != IGNORED_TARGET
-        self.validation_metrics.update(nats[counted], self.byte_lengths[targets[counted]])
-        counted_BS = counted.view_as(target_ids)
-        nats_BS = nats.view_as(target_ids).where(counted_BS, 0.0)
+        output, nats_BS, targets_BS = token_losses(
+            self.decoder,
+            batch["input_ids"],
+            batch["target_ids"],
+            self.objective_config.masked_fraction,
+            batch["index"],
+        )
+        counted_BS = targets_BS != IGNORED_TARGET
+        lengths = self.byte_lengths[targets_BS[counted_BS]]
+        self.validation_metrics.update(nats_BS[counted_BS], lengths)
         return ValidationOutput(
             routings=output.routings,
             shared_shares=output.shared_shares,
@@ -445,16 +446,9 @@ class LanguageModel(LightningModule):
             answers=answers,
         )
 
-    def _inputs_and_targets(
-        self, batch: LoadedBatch, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return inputs_and_targets(
-            self.decoder,
-            batch["input_ids"],
-            batch["target_ids"],
-            self.objective_config.masked_fraction,
-            generator,
-        )
+    def _inputs_and_targets(self, batch: LoadedBatch) -> tuple[Tensor, Tensor]:
+        fraction = self.objective_config.masked_fraction
+        return inputs_and_targets(self.decoder, batch["input_ids"], batch["target_ids"], fraction)
 
     @property
     def _counts_ahead(self) -> bool:

@@ -33,7 +33,7 @@ from moe_ffn.config.base import Config
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.model.decoder import Decoder
+from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import Routing, SparsityTargetRouting
 from moe_ffn.routing import LinearRouterConfig
 from moe_ffn.routing.base import LinearRouter, Router
@@ -263,6 +263,29 @@ def inputs_and_targets(
         token_ids_BS, masked_fraction, decoder.mask_token_id, generator
     )
     return inputs_BS, targets_BS.masked_fill(next_ids_BS == IGNORED_TARGET, IGNORED_TARGET)
+
+
+def token_losses(
+    decoder: Decoder,
+    token_ids_BS: Tensor,
+    next_ids_BS: Tensor,
+    masked_fraction: float,
+    batch_index: int,
+) -> tuple[DecoderOutput, Tensor, Tensor]:
+    """Return the output for a validation batch, the loss of each token in nats, (B, S), and the targets.
+
+    A position without a target has loss 0.
+
+    Args:
+        batch_index: seed of the masks: every validation masks the same tokens, on any number of ranks.
+    """
+    generator = torch.Generator(token_ids_BS.device).manual_seed(max(batch_index, 0))
+    input_ids_BS, targets_BS = inputs_and_targets(
+        decoder, token_ids_BS, next_ids_BS, masked_fraction, generator
+    )
+    output = decoder(input_ids_BS)
+    nats_BS = cross_entropy_of(output.logits, targets_BS, "none").view_as(targets_BS)
+    return output, nats_BS, targets_BS
 
 
 class _Coupling(nn.Module):

@@ -199,7 +199,7 @@ class Family:
         return self.names is not DENSE_LAYER
 
 
-QWEN = {
+QWEN_DEFAULTS = {
     "head_dim": None,
     "num_key_value_heads": 32,
     "hidden_act": "silu",
@@ -214,8 +214,13 @@ QWEN = {
     "max_position_embeddings": 32_768,
 }
 QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
-LLAMA = {**QWEN, "num_key_value_heads": None, "max_position_embeddings": 2048, "mlp_bias": False}
-SIGMOID = {
+LLAMA = {
+    **QWEN_DEFAULTS,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "mlp_bias": False,
+}
+SIGMOID_DEFAULTS = {
     "n_group": 1,
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
@@ -239,7 +244,7 @@ FAMILIES = (
         (*DECODER, *HEADS, WINDOW),
         DENSE,
         {
-            **QWEN,
+            **QWEN_DEFAULTS,
             "num_key_value_heads": 8,
             "use_sliding_window": True,
             "max_position_embeddings": 131_072,
@@ -251,7 +256,7 @@ FAMILIES = (
         "qwen2",
         (*DECODER, *HEADS, LATER_WINDOWS, constant({"attention.bias": "qkv"})),
         DENSE,
-        QWEN,
+        QWEN_DEFAULTS,
         DENSE_LAYER,
         replaces_tokenizer=True,
         llama_cpp=LlamaCpp("qwen2", has_biases=True),
@@ -260,7 +265,7 @@ FAMILIES = (
         "qwen3",
         (*DECODER, *HEADS, LATER_WINDOWS, BIAS, constant({"attention.norm_qk": "head"})),
         DENSE,
-        {**QWEN, "head_dim": 128},
+        {**QWEN_DEFAULTS, "head_dim": 128},
         DENSE_LAYER,
         rewrites=OUTPUT_BIAS,
         llama_cpp=LlamaCpp("qwen3"),
@@ -275,7 +280,7 @@ FAMILIES = (
             constant({"sparse.router.renormalize": True}),
         ),
         {
-            **QWEN,
+            **QWEN_DEFAULTS,
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "default_theta": 1e6,
@@ -307,7 +312,7 @@ FAMILIES = (
         "qwen3_moe",
         (*DECODER, *HEADS, WINDOW, BIAS, constant({"attention.norm_qk": "head"})),
         (*QWEN_LAYERS, gated("sparse.experts.type", "dense.type")),
-        {**QWEN, **QWEN_MOE, "num_key_value_heads": 4},
+        {**QWEN_DEFAULTS, **QWEN_MOE, "num_key_value_heads": 4},
         aliases={"num_local_experts": "num_experts"},
         rewrites=OUTPUT_BIAS,
         llama_cpp=LlamaCpp("qwen3moe", renormalizes=True),
@@ -416,7 +421,7 @@ FAMILIES = (
             gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
             constant({"sparse.combine.type": "sigmoid_gate"}),
         ),
-        {**QWEN, **QWEN_MOE, "num_key_value_heads": 16, "qkv_bias": True},
+        {**QWEN_DEFAULTS, **QWEN_MOE, "num_key_value_heads": 16, "qkv_bias": True},
         {
             **SPARSE_LAYER,
             **linear(
@@ -447,8 +452,8 @@ FAMILIES = (
         ),
         SIGMOID_TOP_K,
         {
-            **QWEN,
-            **SIGMOID,
+            **QWEN_DEFAULTS,
+            **SIGMOID_DEFAULTS,
             "use_sliding_window": True,
             "max_window_layers": 62,
             "max_position_embeddings": 2048,
@@ -478,8 +483,8 @@ FAMILIES = (
         ),
         SIGMOID_TOP_K,
         {
-            **QWEN,
-            **SIGMOID,
+            **QWEN_DEFAULTS,
+            **SIGMOID_DEFAULTS,
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,

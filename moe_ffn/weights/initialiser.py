@@ -19,7 +19,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
-from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
+from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderLayer
 from moe_ffn.outputs import TokenContext
 
 _BATCH_SIZE = 8
@@ -51,7 +51,7 @@ class InitialiserConfig(TaggedConfig, frozen=True):
 
 def layer_blocks(decoder: Decoder) -> list[tuple[FFNConfig, FFNBlock]]:
     """Return (config, feed-forward block) of each layer."""
-    blocks = (cast("Block", layer).ffn for layer in decoder.layers)
+    blocks = (cast("DecoderLayer", layer).ffn for layer in decoder.layers)
     return list(zip(decoder.config.layer_ffns(), blocks, strict=True))
 
 
@@ -92,7 +92,9 @@ def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock
     }
     with prefix_errors("method: "):
         config = validate(DecoderConfig, options)
-    replaced = {id(cast("Block", decoder.layers[i]).ffn): block for i, (_, block) in blocks.items()}
+    replaced = {
+        id(cast("DecoderLayer", decoder.layers[i]).ffn): block for i, (_, block) in blocks.items()
+    }
     result = copy.deepcopy(decoder, replaced)  # deepcopy takes the new blocks from its memo
     result.config, result.scales = config, {}
     return result
@@ -104,7 +106,7 @@ def block_inputs(
 ) -> Iterator[tuple[Tensor, TokenContext]]:
     """Run a decoder on a text; yield the tokens and the context that one feed-forward block receives."""
     inputs: list[tuple[Tensor, TokenContext]] = []
-    ffn = cast("Block", decoder.layers[layer]).ffn
+    ffn = cast("DecoderLayer", decoder.layers[layer]).ffn
     handle = ffn.register_forward_pre_hook(lambda _, args: inputs.append(args))
     try:
         for ids in ids_BS.split(_BATCH_SIZE):

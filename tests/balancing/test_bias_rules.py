@@ -20,7 +20,7 @@ from moe_ffn.balancing.losses import pairs_per_expert, relu_sparsity_loss
 from moe_ffn.metrics.functional import max_violation
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import ReLURouterConfig, SigmoidTopKRouterConfig
-from tests.helpers import identity_router
+from tests.helpers import every_router
 
 # A sum of a few float32 numbers of the order of 1e-3.
 FLOAT32 = 1e-9
@@ -37,7 +37,7 @@ IDS = ["sign", "sign_centred", "quantile", "quantile_averaged", "global_quantile
 
 def route(logits_TE: Tensor, k: int, bias_E: Tensor, mask: Tensor | None = None) -> Routing:
     config = SigmoidTopKRouterConfig(k=k, renormalize=False)
-    return identity_router.route(config, logits_TE, mask=mask, bias=bias_E.tolist())
+    return every_router.route(config, logits_TE, mask=mask, bias=bias_E.tolist())
 
 
 def lopsided_logits(num_tokens: int = 512, num_experts: int = 8, seed: int = 0) -> Tensor:

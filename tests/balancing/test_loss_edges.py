@@ -24,7 +24,7 @@ from tests.helpers.every_loss import (
     random_logits,
     routing_of,
 )
-from tests.helpers.identity_router import identity_router
+from tests.helpers.every_router import identity_router
 
 # Sums of some ten float64 numbers in another order.
 EXACT = 1e-12

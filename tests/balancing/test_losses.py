@@ -38,7 +38,7 @@ from tests.helpers.every_loss import (
     random_logits,
     routing_of,
 )
-from tests.helpers.identity_router import identity_router
+from tests.helpers.every_router import identity_router
 
 # Sums of a few float64 numbers of the order of 1.
 EXACT = 1e-12

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from moe_ffn.cli import __main__ as console
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.logs import LOGGER
+from moe_ffn.cli.exit import LOGGER, exit_on_bad_input
 from moe_ffn.cli.parser import Parser
-from moe_ffn.cli.train import DEFAULT_TIME, describe_run
 from moe_ffn.config.errors import install
 from moe_ffn.runs.config import Resume, TrainConfig
+from moe_ffn.runs.train import DEFAULT_TIME, describe_run
 
 ROOT = Path(__file__).parents[2]
 

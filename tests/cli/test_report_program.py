@@ -11,6 +11,7 @@ import pytest
 from moe_ffn.report import page
 from moe_ffn.report.page import watch
 from moe_ffn.report.plots import share_script
+from moe_ffn.report.studies.comparison_page import html_of_runs
 from tests.helpers.synthetic_run import age, write_run
 from tests.helpers.tiny_runs import Finished, run_here
 
@@ -144,7 +145,8 @@ def test_who_follows_an_interrupted_run_is_told_so(program: Program) -> None:
     assert said[-1] == "run was interrupted: page.html"
     assert not reloads(Path("page.html"))
 
-    watch([run, dense(Path("whole"))], Path("page.html"), 7, said.append, fall_silent)
+    runs = [run, dense(Path("whole"))]
+    watch(runs, Path("page.html"), 7, said.append, fall_silent, html_of_runs)
     assert said[-1] == "run was interrupted: page.html"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.studies.result import add_results
-from tests.helpers.results import make_result
+from tests.helpers.synthetic_run import make_result
 from tests.helpers.tiny_runs import Finished, ForkedTraining, run_here
 
 STUDY = """
@@ -51,7 +51,7 @@ def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import_module("moe_ffn.cli.training_run")
+    import_module("moe_ffn.runs.train.run")
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     tiny = [*tiny_yaml.read_text("utf-8").splitlines(), f"data.cache_dir: {tmp_path / 'cache'}"]
     config = "\n".join(f"  {line}" for line in tiny)

@@ -20,9 +20,9 @@ import pytest
 
 from moe_ffn.cli import sweep
 from moe_ffn.config.yaml_files import parse_value, to_yaml
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import is_finished, locked
-from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import read_timing
 from moe_ffn.studies.sweep import Sweep, format_duration, training_command
@@ -46,7 +46,7 @@ BROKEN = "{type: moe, experts: {backend: grouped_mm, d_ff: 3}}"
 def program(tiny_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
     """The program; gating.yaml in the current folder is a tiny study."""
     monkeypatch.setenv("COLUMNS", "200")
-    import_module("moe_ffn.cli.training_run")  # which each copy of this process has then
+    import_module("moe_ffn.runs.train.run")  # which each copy of this process has then
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     tiny = tiny_yaml.read_text(encoding="utf-8")
     (tmp_path / "tiny.yaml").write_text(tiny, encoding="utf-8")

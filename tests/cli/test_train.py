@@ -14,9 +14,9 @@ import torch
 import yaml
 
 import moe_ffn
-from moe_ffn.cli import training_run
 from moe_ffn.config.yaml_files import read_yaml
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.train import ending
 from moe_ffn.training.module import LanguageModel
 from tests.helpers.tiny_runs import PROGRESS
 
@@ -215,8 +215,8 @@ def test_a_run_that_diverges_raises(options: dict[str, Any]) -> None:
 def test_only_the_first_of_several_processes_returns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("moe_ffn.cli.train._train", lambda config, resume: tmp_path)
-    monkeypatch.setattr("moe_ffn.cli.train.is_first_rank", lambda: False)
+    monkeypatch.setattr("moe_ffn.runs.train.start", lambda config, resume: tmp_path)
+    monkeypatch.setattr("moe_ffn.runs.train.is_first_rank", lambda: False)
     with pytest.raises(SystemExit) as ended:
         moe_ffn.train({})
     assert ended.value.code == 0
@@ -265,7 +265,7 @@ def test_a_finished_run_is_not_lost_to_a_page_that_cannot_be_made(
     def fail(*_args: Any, **_options: Any) -> None:
         raise ZeroDivisionError("in the page\nand more")
 
-    monkeypatch.setattr(training_run, "write_report", fail)
+    monkeypatch.setattr(ending, "write_report", fail)
     run = run_train(tmp_path, "--trainer.max_steps", "2")
 
     assert run.code == 0

@@ -433,9 +433,9 @@ def test_the_first_hour_writes_what_each_section_found(
 
 def test_an_inexact_backend_is_something_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
     def sloppy(x_TD: Tensor, plan: Any, weights: Any) -> Tensor:
-        return 1.001 * BACKENDS["loop"](x_TD, plan, weights)
+        return 1.001 * BACKENDS["loop"].run(x_TD, plan, weights)
 
-    monkeypatch.setitem(first_hour.BACKENDS, "cpu", sloppy)
+    monkeypatch.setitem(first_hour.BACKENDS, "cpu", replace(BACKENDS["cpu"], run=sloppy))
     monkeypatch.delitem(first_hour.BACKENDS, "triton")
     hour = first_hour.Hour(CPU, Session((), CPU))
     first_hour.exactness(hour)

@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_ffn import ConfigError, FFNBlock, FFNConfig, TokenContext
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.outputs import Plan
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import Sizes
 from moe_ffn.runs.validate import check_layout
-from moe_ffn.studies.budget import Budget
 from tests.helpers.cases import python_with
 
 D_MODEL, D_FF, RANK = 8, 12, 3

@@ -12,7 +12,7 @@ from moe_ffn import ConfigError, FFNBlock, TokenContext, build_ffn
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import memories, networks
-from moe_ffn.kernels.select import unsupported_reason
+from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.weights.upcycle import as_experts
 
 D, E = 8, 4
@@ -264,7 +264,7 @@ def test_a_backend_without_a_kernel_for_a_gate_says_so(experts: Any, gate: str) 
     moe: Any = build_ffn({"type": "moe", "experts": experts}, D)
     known = networks(moe)
     assert known is not None
-    assert unsupported_reason("triton", torch.zeros(1, D), known) == (
+    assert BACKENDS["triton"].unsupported_reason(torch.zeros(1, D), known) == (
         f"has no kernel for the gate {gate}; use 'auto'"
     )
 

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moe_ffn.cli.training_run import read_teacher
 from moe_ffn.data.prepare import prepare
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.train.run import read_teacher
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.training.parallel.sharding import full_tensor

@@ -1,4 +1,4 @@
-"""Folders of runs with made-up results, and the pages that are written of them."""
+"""Results of runs, made of a few numbers; folders of runs with made-up results, and their pages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import random
 import re
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,13 @@ from unittest.mock import patch
 
 import yaml
 
-from moe_ffn.config.option_tree import merge
-from moe_ffn.report.page import report_html
+from moe_ffn.config.option_tree import merge, nest_options
+from moe_ffn.config.yaml_files import validate
+from moe_ffn.report.studies.comparison_page import html_of_runs
+from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import read_runs
+from moe_ffn.studies.result import Curve, Outcome, RunResult
 
 MEASURES = (
     *("max_violation", "load_cv", "dead_experts", "dropped_fraction", "capacity_used"),
@@ -275,7 +280,7 @@ class Written:
     def __init__(self, *folders: Path) -> None:
         # The script of plotly is megabytes, which these tests would read again and again.
         with patch("moe_ffn.report.plots.get_plotlyjs", return_value=""):
-            self.html = report_html(read_runs(folders))
+            self.html = html_of_runs(read_runs(folders))
         found = re.search(r'id="plots">(.*?)</script>', self.html, re.DOTALL)
         assert found
         plots = json.loads(found[1])
@@ -317,3 +322,76 @@ def without_plots(*folders: Path) -> Written:
 
 def row_of(text: str, cells: Sequence[object]) -> bool:
     return " ".join(map(str, cells)) in text
+
+
+# -- results
+
+SHA = {"corpus": "c" * 64, "tokenizer": "t" * 64, "validation": "v" * 64}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return validate(TrainConfig, {"optimizer": {"type": "adamw"}}).to_dict()
+
+
+def make_result(
+    arm: str,
+    seed: int = 0,
+    loss: float | None = 2.0,
+    *,
+    options: dict[str, Any] | None = None,
+    tuning: dict[str, Any] | None = None,
+    main_arm: str | None = None,
+    steps: int = 100,
+    curve: list[float] | None = None,
+    flops_per_token: int = 1000,
+    params: int = 500,
+    step_seconds: float = 0.5,
+    windows: Sequence[float] = (),
+    fingerprints: Mapping[str, str] = SHA,
+    machine: dict[str, Any] | None = None,
+    **outcome: Any,
+) -> RunResult:
+    """A finished run with validations evenly spread over its steps, of 10 tokens each.
+
+    Args:
+        options: by dotted keys, over the defaults.
+        curve: its validation losses; the last is replaced by `loss`.
+    """
+    config = merge(deepcopy(_defaults()), nest_options((options or {}).items()))
+    config |= {"seed": seed}
+    del config["run"]
+    losses: list[float | None] = [*(curve or [4.0, 3.0])[:-1], loss]
+    places = [round(steps * (place + 1) / len(losses)) for place in range(len(losses))]
+    points = Curve(
+        steps=places,
+        tokens=[step * 10 for step in places],
+        seconds=[step * step_seconds for step in places],
+        losses=losses,
+    )
+    return RunResult(
+        arm=arm,
+        seed=seed,
+        main_arm=main_arm or arm,
+        tuning=tuning or {},
+        config=config,
+        budget=Budget(
+            Cost(params, params // 2, flops_per_token), Cost(params // 2, 9, 9), tokens=steps * 10
+        ),
+        train=points,
+        validation=points,
+        outcome=Outcome(
+            **{
+                "is_finished": True,
+                "step": steps,
+                "validation_loss": loss,
+                "step_seconds": step_seconds,
+                "tokens_per_second": 10 / step_seconds,
+                "peak_memory_bytes": 600_000_000,
+                **outcome,
+            }
+        ),
+        window_losses=list(windows),
+        machine=machine or {"precision": "32-true"},
+        fingerprints=dict(fingerprints),
+    )

@@ -69,6 +69,15 @@ def test_every_activation_and_gradient_is_that_of_the_loop(
     assert_close(derive(cpu, *given), derive(loop, *given), 1e-11)
 
 
+def test_an_activation_without_a_kernel_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    monkeypatch.delitem(choice._CODES, "silu")
+
+    assert not choice.has_kernel(make(activation="silu")[2])
+    assert choice.has_kernel(make(activation="relu")[2])
+
+
 def test_adapters_add_to_the_matrices(make: Any) -> None:
     x_TD, plan, weights = make(gated=True, rank=2)
 

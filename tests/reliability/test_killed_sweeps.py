@@ -48,7 +48,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a study; at the end no process of it is left."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", Recorded)
-    import_module("moe_ffn.cli.training_run")  # which each copy of this process has then
+    import_module("moe_ffn.runs.train.run")  # which each copy of this process has then
     Path("gating.yaml").write_text(STUDY)
     Path("pids").mkdir()
     yield tmp_path

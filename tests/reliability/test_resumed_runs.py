@@ -143,7 +143,7 @@ def test_a_run_that_is_cut_at_its_end(
 def test_a_run_that_died_once_its_last_validation_was_written(tmp_path: Path) -> None:
     """Its row and its text are there already, and are written once."""
     train(*options(tmp_path, run__name="whole", **LAST))
-    with patch("moe_ffn.cli.training_run.summary_of", side_effect=Crash), pytest.raises(Crash):
+    with patch("moe_ffn.runs.train.ending.summary_of", side_effect=Crash), pytest.raises(Crash):
         run_here(*options(tmp_path, run__name="cut", **LAST))
 
     train("--resume", str(tmp_path / "runs/cut"))

@@ -68,7 +68,7 @@ def open_place() -> Iterator[Path]:
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     """Import what programs import late: a user without rights may not be allowed to read it."""
-    for name in ("resource", "moe_ffn.cli.training_run"):
+    for name in ("resource", "moe_ffn.runs.train.run"):
         importlib.import_module(name)
     assert run_here(str(trained()), program="moe_ffn.cli.report").code == 0
 

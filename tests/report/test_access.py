@@ -20,6 +20,7 @@ from moe_ffn.report.inspect import inspect_model
 from moe_ffn.report.inspect.page import inspection_html
 from moe_ffn.report.page import report_html
 from moe_ffn.report.plots import figures_page
+from moe_ffn.report.studies.comparison_page import html_of_runs
 from moe_ffn.report.trace import Choice, Layer, TextTrace, TokenTrace, Visit
 from moe_ffn.report.trace_view import PALETTE, page
 from moe_ffn.runs.reader import read_runs
@@ -66,7 +67,7 @@ def html_of(kind: str, folder: Path) -> str:
     with patch("moe_ffn.report.plots.get_plotlyjs", return_value=""):
         return {
             "run": lambda: report_html([run]),
-            "comparison": lambda: report_html(read_runs(runs)),
+            "comparison": lambda: html_of_runs(read_runs(runs)),
             "inspection": lambda: inspection_html(
                 inspect_model(decoder, random_text(LETTERS)), run
             ),

@@ -19,9 +19,15 @@ from moe_ffn.runs.reader import read_runs
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.result import Curve
 from moe_ffn.studies.statistics import mean_interval
-from tests.helpers.results import make_result
 from tests.helpers.synthetic_run import MEASURES as KEYS_OF_MEASURES
-from tests.helpers.synthetic_run import Written, change, row_of, write_metrics, write_run
+from tests.helpers.synthetic_run import (
+    Written,
+    change,
+    make_result,
+    row_of,
+    write_metrics,
+    write_run,
+)
 
 figures: Any = functions
 """Without types: plotly's know nothing of what is in a figure."""

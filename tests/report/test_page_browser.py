@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Page
 
 from moe_ffn.report.html import ENVIRONMENT, write_page
 from moe_ffn.report.page import write_report
+from moe_ffn.report.studies.comparison_page import html_of_runs
 from tests.helpers.browser import DESKTOP, PHONE, Opened, opened
 from tests.helpers.synthetic_run import age, raise_alarms, write_run
 
@@ -46,7 +47,8 @@ def page_of(tmp_path_factory: pytest.TempPathFactory) -> Pages:
     @cache
     def written(name: str) -> Path:
         names = ["moe", "dense", "interrupted"] if name == "overlay" else [name]
-        write_report([make_run(run) for run in names], where / f"{name}.html")
+        folders = [make_run(run) for run in names]
+        write_report(folders, where / f"{name}.html", html_of=html_of_runs)
         return where / f"{name}.html"
 
     return written

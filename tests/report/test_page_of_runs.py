@@ -14,8 +14,7 @@ from urllib.parse import unquote
 import pytest
 
 from moe_ffn.report.dashboard import build_workspace, to_json
-from moe_ffn.report.page import report_html
-from moe_ffn.report.studies.comparison_page import comparison_html
+from moe_ffn.report.studies.comparison_page import comparison_html, html_of_runs
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
@@ -113,7 +112,7 @@ def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) ->
     (link,) = re.findall(r'<a href="([^"]*)">a#1</a>', html)
     assert (output.parent / unquote(link)).read_text() == "its page"
     assert "</svg> b</th>" in html
-    whole = report_html(read_runs(folders), output=tmp_path / "page.html")
+    whole = html_of_runs(read_runs(folders), output=tmp_path / "page.html")
     assert '<a href="runs/a%231/report.html">a#1</a>' in whole
 
 
@@ -150,7 +149,7 @@ def test_a_run_that_goes_on_is_drawn_beside_those_that_are_compared(tmp_path: Pa
     runs = [*ended, write_run(tmp_path / "c", experts=2, is_finished=False)]
     page = Written(*runs)
 
-    assert 'id="reload"' in report_html(read_runs(runs), reload_every=5)
+    assert 'id="reload"' in html_of_runs(read_runs(runs), reload_every=5)
     assert names_in(page, "Training loss") == {"a", "b", "c"}
     assert re.search("Left out: .*is not finished: it is at step 300 of 600", page.text)
     assert "c 1." in page.text, "its loss so far"

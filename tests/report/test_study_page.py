@@ -21,11 +21,11 @@ from moe_ffn.config.yaml_files import parse_yaml, validate
 from moe_ffn.report.studies.arm_sizes import SizedLine, over_sizes
 from moe_ffn.report.studies.fits import without_seeds
 from moe_ffn.report.studies.study_page import StudyPage, study_page, with_row
-from moe_ffn.studies.budget import Budget, Cost
+from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.result import RunResult, add_results
-from tests.helpers.results import make_result
+from tests.helpers.synthetic_run import make_result
 
 GATING = """
 name: gating

@@ -15,7 +15,7 @@ from moe_ffn.routing import BalancedAssignmentRouterConfig, ExpertThresholdRoute
 from moe_ffn.routing.balanced_assignment import assign
 from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
 from moe_ffn.training.objective import BalanceUpdater, ObjectiveConfig
-from tests.helpers.identity_router import (
+from tests.helpers.every_router import (
     experts_of,
     identity_router,
     load_of,

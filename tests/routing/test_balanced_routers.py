@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ffn.routing import ExpertChoiceRouterConfig, SinkhornRouterConfig
 from moe_ffn.routing.sinkhorn import sinkhorn
-from tests.helpers.identity_router import experts_of, load_of, random_logits, real_pairs, route
+from tests.helpers.every_router import experts_of, load_of, random_logits, real_pairs, route
 
 NUM_TOKENS, NUM_EXPERTS = 24, 4
 

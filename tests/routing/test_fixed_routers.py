@@ -15,7 +15,7 @@ from moe_ffn.metrics.functional import max_violation
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import ForcedRouterConfig, HashRouterConfig
 from moe_ffn.routing.hash import hash_of
-from tests.helpers.identity_router import experts_of, load_of, random_logits, real_pairs, route
+from tests.helpers.every_router import experts_of, load_of, random_logits, real_pairs, route
 
 
 @pytest.mark.parametrize(

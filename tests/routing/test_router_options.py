@@ -18,7 +18,7 @@ from moe_ffn.routing import NoisyTopKRouterConfig, ReLURouterConfig, RouterConfi
 from moe_ffn.routing.base import RouterLinear
 from moe_ffn.routing.capacity import CapacityConfig
 from moe_ffn.routing.noisy_top_k import MIN_NOISE, selection_probabilities
-from tests.helpers.identity_router import (
+from tests.helpers.every_router import (
     experts_of,
     identity_router,
     random_logits,

@@ -21,7 +21,7 @@ from moe_ffn.routing import (
     TopPRouterConfig,
 )
 from moe_ffn.routing.base import Router
-from tests.helpers.identity_router import (
+from tests.helpers.every_router import (
     experts_of,
     identity_router,
     random_logits,

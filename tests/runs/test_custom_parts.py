@@ -328,8 +328,8 @@ NOT_LEARNED = (
 )
 NOT_CACHED = (
     "its config supports UseCase(cached=True), but the output of the token at position {p} changes if it "
-    "is computed alone, so generated text would be wrong; return a reason from unsupported(use_case), or "
-    "remove is_tokenwise or supports_cache"
+    "is computed alone, so generated text would be wrong; return a reason from unsupported(use_case), "
+    "or remove is_tokenwise"
 )
 BROKEN = {
     "Bare": (

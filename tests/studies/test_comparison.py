@@ -14,7 +14,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.comparison import Comparison, first_step_at
 from moe_ffn.studies.differences import block_of, identity, option_differences, require_same_options
 from moe_ffn.studies.result import RunResult
-from tests.helpers.results import SHA, make_result
+from tests.helpers.synthetic_run import SHA, make_result
 
 SWIGLU = {"model.ffn": {"type": "swiglu"}}
 
@@ -134,13 +134,15 @@ def test_the_runs_are_held_to_ngrams_of_the_tokens_they_read() -> None:
         for seed, loss, ngrams in ((0, 2.0, 2.1), (1, 2.2, 2.14), (2, 2.0, 2.2))
     ]
     unknown = make_result("swiglu", 0, 1.0)
-    assert Comparison.of([*known, unknown]).beside_ngrams == (
+    assert Comparison.of([*known, unknown]).compared_with_ngrams == (
         "2 of 3 runs end below a 5-gram model of the tokens that they read (2.100 to 2.200 nats per token)."
     )
-    assert Comparison.of([known[0], unknown]).beside_ngrams.endswith("(2.100 nats per token).")
-    assert not Comparison.of([unknown]).beside_ngrams
+    assert Comparison.of([known[0], unknown]).compared_with_ngrams.endswith(
+        "(2.100 nats per token)."
+    )
+    assert not Comparison.of([unknown]).compared_with_ngrams
     wide = [make_result("gelu", seed, 9.0, ngram_loss=loss) for seed, loss in ((0, 9.8), (1, 10.2))]
-    assert Comparison.of(wide).beside_ngrams.endswith("(9.800 to 10.200 nats per token).")
+    assert Comparison.of(wide).compared_with_ngrams.endswith("(9.800 to 10.200 nats per token).")
 
 
 def test_what_holm_s_correction_takes_back_is_not_said_to_be_no_difference() -> None:

@@ -12,7 +12,7 @@ import pytest
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.studies.curves import Point, crossover, flops_at, leverage, loss_by_flops
 from moe_ffn.studies.isoflop import IsoFlop, fit_isoflop, fit_parabola
-from tests.helpers.results import make_result
+from tests.helpers.synthetic_run import make_result
 from tests.studies.test_statistics import noisy
 
 

@@ -17,19 +17,25 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.option_tree import nest_options
 from moe_ffn.config.yaml_files import parse_yaml, validate
 from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import read_run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies import timing
-from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import RunResult, add_results, lines_of, thinned
 from moe_ffn.studies.timing import Training, time_arms
 from moe_ffn.training.monitoring.json_lines import STEP_SECONDS
 from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint
-from tests.helpers.results import make_result
-from tests.helpers.synthetic_run import change, raise_alarms, write_arm, write_metrics, write_run
+from tests.helpers.synthetic_run import (
+    change,
+    make_result,
+    raise_alarms,
+    write_arm,
+    write_metrics,
+    write_run,
+)
 from tests.helpers.tiny_runs import finished_copy
 
 

@@ -11,7 +11,7 @@ import torch
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import parse_yaml, to_yaml, validate
-from moe_ffn.studies.budget import Budget
+from moe_ffn.runs.budget import Budget
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 
 SMALL = {"model": {"d_model": 16, "num_layers": 2, "attention.num_heads": 2}}

@@ -29,7 +29,7 @@ from moe_ffn.studies.which import (
     ranked,
     survivors,
 )
-from tests.helpers.results import make_result
+from tests.helpers.synthetic_run import make_result
 
 ROOT = Path(__file__).parents[2]
 STEP_SECONDS = dict.fromkeys(BLOCKS, 0.1) | {"swiglu": 0.2, "moe_32_top2": 0.3}

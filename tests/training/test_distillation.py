@@ -19,11 +19,11 @@ from torch.distributions import Categorical, kl_divergence
 
 import moe_ffn
 from moe_ffn import ConfigError, DecoderConfig
-from moe_ffn.cli.training_run import read_teacher
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
+from moe_ffn.runs.train.run import read_teacher
 from moe_ffn.training.distillation import (
     Answers,
     StoredAnswers,

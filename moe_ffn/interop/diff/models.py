@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from moe_ffn.interop.load_models import (
 from moe_ffn.interop.replaying import count_experts
 from moe_ffn.interop.routings import routing_modules
 from moe_ffn.interop.transformers import register
-from moe_ffn.kernels.select import BACKENDS
+from moe_ffn.kernels.select import BackendName
 from moe_ffn.model.decoder import Decoder, short_name
 from moe_ffn.outputs import dtype_name
 from moe_ffn.runs.folder import is_run
@@ -136,7 +136,7 @@ def _sparse_modules(model: nn.Module) -> dict[str, str]:
 
 
 def _load_ours(folder: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
-    options.require_experts(["auto", *BACKENDS])
+    options.require_experts(get_args(BackendName))
     tokenizer = None
     if is_run(folder):
         saved = load_run(folder, trust_code=trust_code).saved_model

@@ -77,6 +77,12 @@ FLAGS_OF_GCC = (
 """Flags that only GCC has; they skip slow passes without gain, and garbage collection below 1 GB."""
 
 
+def activations() -> list[str]:
+    """Return the activations that have a kernel, in the order of their codes: the enum in passes.h."""
+    _, _, names = (HERE / "passes.h").read_text().partition("enum class Activation : int64_t { ")
+    return names.partition(" }")[0].split(", ")
+
+
 @cache
 def unavailable_reason() -> str | None:
     """Load the operators unless the environment forbids it; return why they are not available, or None.
@@ -89,6 +95,11 @@ def unavailable_reason() -> str | None:
     if reason is not None:
         log.warning("the C++ kernel %s; the slower loop over experts is used", reason)
     return reason
+
+
+def compile_kernels() -> None:
+    """Compile and load the operators now, so that no timed step waits for it."""
+    unavailable_reason()
 
 
 def load() -> str | None:

@@ -15,7 +15,7 @@ from torch import nn
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
 from moe_ffn.ffn.networks import memories
-from moe_ffn.model.decoder import Block, Decoder, layer_number
+from moe_ffn.model.decoder import Decoder, DecoderLayer, layer_number
 from moe_ffn.outputs import FFNOutput
 from moe_ffn.report.expert_tokens import Assignment, RoutedText, route_windows
 from moe_ffn.report.inspect import experts
@@ -145,7 +145,7 @@ def observe(
         return hook
 
     handles = [
-        cast("Block", decoder.layers[layer]).ffn.register_forward_hook(hook_of(layer))
+        cast("DecoderLayer", decoder.layers[layer]).ffn.register_forward_hook(hook_of(layer))
         for layer in layers
     ]
     try:

@@ -13,7 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.metrics.plotting import axis_title
-from moe_ffn.report.html import compact
+from moe_ffn.report.numbers import compact
 from moe_ffn.report.studies.arm_figures import HOVER, LOSS_AXIS, arm_trace, arms_figure, error_bar
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
 

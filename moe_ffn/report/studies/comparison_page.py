@@ -12,6 +12,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.report import figures, run_summary
 from moe_ffn.report.drawing import style_of
+from moe_ffn.report.page import report_html
 from moe_ffn.report.plots import (
     OPEN_MEASURES,
     Plot,
@@ -32,8 +33,12 @@ from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import RunResult
 
 
-def html_of_runs(runs: Sequence[Run], output: Path | None, reload_every: float | None) -> str:
-    """Return the page of runs, finished or not; it compares the runs that are comparable."""
+def html_of_runs(
+    runs: Sequence[Run], *, reload_every: float | None = None, output: Path | None = None
+) -> str:
+    """Return the page of runs, finished or not: of one, or a comparison of those that are comparable."""
+    if len(runs) == 1:
+        return report_html(runs, reload_every=reload_every, output=output)
     gathered, comparison, problem = Gathered([]), None, ""
     try:
         gathered = gather([run.folder for run in runs])

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from moe_ffn.config.errors import printable
 from moe_ffn.ffn.match import MAX_MISMATCH
-from moe_ffn.report.html import NONE, compact, number
+from moe_ffn.report.numbers import NONE, compact, number
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table
 from moe_ffn.studies.comparison import Arm, Comparison, p_text
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval
@@ -223,8 +223,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         say("")
     for sentence in comparison.verdicts:
         say(sentence, "bold")
-    if comparison.beside_ngrams:
-        say(comparison.beside_ngrams)
+    if comparison.compared_with_ngrams:
+        say(comparison.compared_with_ngrams)
     for note in comparison.notes:
         say(f"note: {note}", "yellow")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.sizes import TRAINING_FLOPS
-from moe_ffn.report.html import NONE, compact
+from moe_ffn.report.numbers import NONE, compact
 from moe_ffn.report.studies.arm_figures import LOSS_AXIS
 from moe_ffn.report.studies.arm_sizes import SizedLine, over_sizes
 from moe_ffn.report.studies.markdown import markdown_table, with_interval
@@ -20,7 +20,7 @@ from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.curves import (
     LEVERAGE_LIMITS,
-    Curve,
+    CurvePoints,
     Leverage,
     Point,
     crossover,
@@ -138,7 +138,7 @@ def labels_of(arms: Sequence[Arm]) -> dict[float, str]:
     return {x: f"{n} expert{'s' * (n > 1)}" for x, n in numbers.items() if n is not None}
 
 
-def curve_of(run: RunResult) -> Curve:
+def curve_of(run: RunResult) -> CurvePoints:
     """Return the training FLOPs and losses at the validations of a run."""
     per_token = TRAINING_FLOPS * run.budget.model.flops_per_token
     pairs = [
@@ -245,7 +245,9 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parag
     return [picture, table, *law]
 
 
-def _leverage_or_reason(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage | str:
+def _leverage_or_reason(
+    dense: Mapping[int, CurvePoints], moe: Mapping[int, CurvePoints]
+) -> Leverage | str:
     try:
         return leverage(dense, moe)
     except ConfigError as error:

@@ -10,12 +10,13 @@ from pathlib import Path
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.files import read_object
-from moe_ffn.report.html import NONE, compact, number, render
+from moe_ffn.report.html import render
+from moe_ffn.report.numbers import NONE, compact, number
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table, with_interval
 from moe_ffn.studies.comparison import Arm, Comparison, p_text
 from moe_ffn.studies.differences import VALIDATION_OPTIONS, identity
 from moe_ffn.studies.gather import gather
-from moe_ffn.studies.result import RESULTS_FILE, RunResult, beside_ngrams
+from moe_ffn.studies.result import RESULTS_FILE, RunResult, compared_with_ngrams
 from moe_ffn.studies.statistics import MIN_SEEDS, SIGNIFICANT, Interval, paired_differences
 
 
@@ -148,7 +149,7 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
         num_timed=len(timed),
         active=active,
         tokens=tokens,
-        beside_ngrams=beside_ngrams(every_run),
+        compared_with_ngrams=compared_with_ngrams(every_run),
         summary=_summary(boards, links),
         tables=[(board, _table(board, links)) for board in boards],
         alone=alone,
@@ -278,7 +279,7 @@ def _table(board: Board, links: Mapping[str, str]) -> str:
     head = "arm|loss|minus dense|seeds|params|active|FLOPs|tokens/s|memory|speed-up, FLOPs|speed-up, seconds"
     about = (
         f"Corpus `{option('data.corpus.type')}`, tokenizer `{option('data.tokenizer.type')}`, windows of "
-        f"{option('data.seq_len')} tokens. {board.comparison.beside_ngrams}"
+        f"{option('data.seq_len')} tokens. {board.comparison.compared_with_ngrams}"
     )
     return f"{about.rstrip()}\n\n{markdown_table(head.split('|'), rows)}"
 

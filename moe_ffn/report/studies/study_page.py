@@ -15,7 +15,8 @@ from typing import Any
 
 from moe_ffn.config.errors import ConfigError, explaining
 from moe_ffn.files import read_text, write_atomically
-from moe_ffn.report.html import NONE, compact, render, write_page
+from moe_ffn.report.html import render, write_page
+from moe_ffn.report.numbers import NONE, compact
 from moe_ffn.report.plots import figures_page, shared_script
 from moe_ffn.report.studies.arm_figures import axes_of, differences, frontier, losses, tuning
 from moe_ffn.report.studies.comparison_tables import markdown, tables, tuning_tables
@@ -137,7 +138,7 @@ def study_page(
         study=study,
         arms=arms,
         baseline=comparison.baseline,
-        beside_ngrams=comparison.beside_ngrams,
+        compared_with_ngrams=comparison.compared_with_ngrams,
         same=_same(compared),
         design=_design(comparison),
         pairing=_pairing([arm.results[0] for arm in arms]),

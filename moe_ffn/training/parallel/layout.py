@@ -13,7 +13,7 @@ from moe_ffn.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_ffn.experts.base import Experts
-    from moe_ffn.model.decoder import Block, Decoder
+    from moe_ffn.model.decoder import Decoder, DecoderLayer
 
 REST = -1
 """Value of an option that means all remaining processes."""
@@ -128,7 +128,7 @@ class Layout:
                     )
 
         for layer in decoder.layers:
-            cast("Block", layer).ffn.place_experts(collect_reasons)
+            cast("DecoderLayer", layer).ffn.place_experts(collect_reasons)
         return reasons[0] if reasons else None
 
 

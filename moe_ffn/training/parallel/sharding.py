@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moe_ffn.experts.base import Experts
 from moe_ffn.ffn.dispatch import Dispatcher
-from moe_ffn.model.decoder import Block, Decoder
+from moe_ffn.model.decoder import Decoder, DecoderLayer
 from moe_ffn.training.parallel.dispatcher import AllToAllDispatcher
 from moe_ffn.training.parallel.layout import Layout
 
@@ -55,7 +55,7 @@ class Sharder:
     def shard_layer(self, layer: nn.Module) -> None:
         """Shard a block of a decoder."""
         if self.layout.expert > 1:
-            cast("Block", layer).ffn.place_experts(self._place_experts)
+            cast("DecoderLayer", layer).ffn.place_experts(self._place_experts)
         self._shard(layer)
 
     def shard_rest(self, decoder: Decoder) -> None:

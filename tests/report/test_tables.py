@@ -14,17 +14,10 @@ import torch
 from rich.console import Console
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.results import (
-    load_table,
-    model_table,
-    plain_values,
-    print_results,
-    unused_experts,
-    window_losses,
-    write_summary,
-)
+from moe_ffn.report.tables import load_table, model_table, print_results, unused_experts
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.json_files import Summary
+from moe_ffn.runs.json_files import Summary, plain_values
+from moe_ffn.runs.train.ending import window_losses, write_summary
 
 VOCAB_SIZE = 257
 UNIT = {"k": 1e3, "M": 1e6, "G": 1e9}

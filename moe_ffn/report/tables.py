@@ -1,11 +1,11 @@
-"""Results of a run, printed and in `summary.json`, and the tables that are printed before training."""
+"""Tables and results of a run, as text for a terminal."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -14,86 +14,32 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
-from moe_ffn.cli.parser import plain_table
 from moe_ffn.config.errors import printable
 from moe_ffn.config.sizes import linear_flops
-from moe_ffn.data.batches import TrainBatches
-from moe_ffn.data.prepare import DataConfig, PreparedData, validation_batches
+from moe_ffn.data.prepare import PreparedData
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.files import write_atomically
-from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM, ngram_loss, unigram_loss
+from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report.html import compact
-from moe_ffn.report.run_summary import EXTREMES, Cell, ExpertRow, expert_rows
+from moe_ffn.report.numbers import compact
+from moe_ffn.report.run_summary import EXTREMES, ExpertRow, TableCell, expert_rows
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import ALARMS_FILE, REPORT_FILE, SUMMARY_FILE
+from moe_ffn.runs.folder import ALARMS_FILE, REPORT_FILE
+from moe_ffn.runs.json_files import plain_values
 
 if TYPE_CHECKING:
     from moe_ffn.runs.assemble import RunCallbacks
 
 
-MAX_COACTIVATION_EXPERTS = 64
-"""Maximum number of experts of a layer whose co-activation matrix is in the summary."""
-
-MAX_WINDOWS = 1024
-"""Maximum number of window losses in a summary; a bootstrap needs no more."""
-
-
-MAX_COUNTED = 1 << 22
-"""Maximum number of tokens that the 5-gram model counts, which takes some seconds."""
-
-
-def baseline_losses(
-    config: DataConfig, data: PreparedData, num_batches: int, seed: int
-) -> dict[str, float]:
-    """Return the losses of the unigram model and of the 5-gram model, in nats per token.
-
-    The unigram model counts the whole training split; the 5-gram model counts what `num_batches`
-    micro-batches read, each text once, up to `MAX_COUNTED` tokens.
-    """
-    vocab_size = data.tokenizer.vocab_size
-    validation = validation_batches(config, data).windows
-    batches = TrainBatches(
-        data.train, seq_len=config.seq_len, batch_size=config.batch_size, seed=seed
-    )
-    read = batches.windows_read(num_batches, MAX_COUNTED)
-    return {
-        "unigram_loss": unigram_loss(data.train, validation[:, 1:].reshape(-1), vocab_size),
-        "ngram_loss": ngram_loss(read, validation, vocab_size),
-    }
-
-
-def summary_of(callbacks: RunCallbacks, baselines: Mapping[str, float]) -> dict[str, Any]:
-    """Return the content of `summary.json` of a finished run; see `runs.json_files.Summary`.
-
-    Args:
-        baselines: the result of `baseline_losses`.
-    """
-    steps, validation = callbacks.steps, callbacks.validation
-    return {
-        "validation_loss": validation.last["loss"],
-        "validation_bits_per_byte": validation.last["bits_per_byte"],
-        **baselines,
-        "tokens_per_second": steps.tokens_per_second,
-        "num_tokens": steps.total_tokens,
-        "train_seconds": steps.total_seconds,
-        "wall_seconds": steps.total_seconds + steps.validation_seconds,
-        "peak_memory_bytes": steps.peak_memory_bytes,
-        "window_losses": window_losses(validation.window_losses),
-        "num_alarms": steps.alarm_log.num_alarms,
-        "num_skipped_steps": steps.num_skipped,
-        "routing": validation.routing,
-    }
-
-
-def window_losses(losses_N: Tensor) -> list[float]:
-    """Return the losses of N windows to 5 digits, or means of neighbours if N exceeds `MAX_WINDOWS`."""
-    size = -(-len(losses_N) // MAX_WINDOWS) or 1
-    return [round(part.mean().item(), 5) for part in losses_N.split(size)]
+def plain_table(headers: Sequence[str], *, num_texts: int = 1, **options: Any) -> Table:
+    """Return an empty table without lines; columns after the first `num_texts` are aligned to the right."""
+    table = Table(box=None, pad_edge=False, **options)
+    for place, name in enumerate(headers):
+        table.add_column(name, justify="left" if place < num_texts else "right", overflow="fold")
+    return table
 
 
 def print_results(
@@ -130,7 +76,7 @@ def print_results(
         # Routers of many experts list pairs, and have no load of every expert.
         listed = {layer: values for layer, values in routing.items() if "experts_used" in values}
         if loads := {layer: values for layer, values in routing.items() if layer not in listed}:
-            console.print(load_table(loads, console.width))
+            console.print(load_table(loads, console.width), soft_wrap=False)
             say(unused_experts(loads))
             say(_LEGEND)
         if listed:
@@ -138,45 +84,8 @@ def print_results(
     if samples.last:
         say("\nSample:")
         prompt = Text(printable(samples.prompt, also="\n\t"), style="bold")
-        console.print(prompt + Text(printable(samples.last, also="\n\t")))
+        console.print(prompt + Text(printable(samples.last, also="\n\t")), soft_wrap=False)
     say(f"\nResults in {folder}/; open its {REPORT_FILE} in a browser")
-
-
-def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks) -> None:
-    """Write the sample, the profile and `summary.json`, which marks the run as finished.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    if callbacks.samples.last:
-        write_atomically(folder / "sample.txt", callbacks.samples.prompt + callbacks.samples.last)
-    if callbacks.profile.text:
-        write_atomically(folder / "profile.txt", callbacks.profile.text)
-    else:  # of the run before it was resumed
-        (folder / "profile.txt").unlink(missing_ok=True)
-    write_atomically(folder / SUMMARY_FILE, json.dumps(plain_values(summary), indent=2) + "\n")
-
-
-def plain_values(value: Any) -> Any:
-    """Return a value for JSON: null for NaN and infinity, matrices rounded to four decimals.
-
-    Matrices of more than `MAX_COACTIVATION_EXPERTS` rows are left out.
-    """
-    if isinstance(value, Mapping):
-        return {
-            key: plain_values(item)
-            for key, item in value.items()
-            if not isinstance(item, Tensor)
-            or item.ndim < 2
-            or len(item) <= MAX_COACTIVATION_EXPERTS
-        }
-    if isinstance(value, Tensor):
-        return plain_values(
-            (value if value.ndim < 2 else value.double().round(decimals=4)).tolist()
-        )
-    if isinstance(value, list):
-        return [plain_values(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _LEGEND = f"MaxVio: {LAYER_METRICS['max_violation'].formula}; entropy in nats"
@@ -213,9 +122,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     add(
         "total",
         f"{config.data.batch_size * seq_len * config.trainer.accumulate_grad_batches:,} tokens per step",
-        model.num_params(vocab_size, seq_len),
-        model.num_active_params(vocab_size, seq_len),
-        model.flops_per_token(vocab_size, seq_len),
+        *astuple(Budget.of(config, vocab_size).model),
     )
     return table
 
@@ -237,7 +144,7 @@ def load_table(routing: Mapping[str, Mapping[str, Any]], width: int = 80) -> Tab
     """
     rows = expert_rows(routing)
 
-    def table(columns: Sequence[str], cells: Callable[[ExpertRow], Sequence[Cell]]) -> Table:
+    def table(columns: Sequence[str], cells: Callable[[ExpertRow], Sequence[TableCell]]) -> Table:
         title = "Load of each expert on the validation split, percent of its pairs"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for name in ("layer", *columns, *(metric.label for metric in result_columns())):
