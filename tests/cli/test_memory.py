@@ -245,6 +245,7 @@ def test_freed_memory_is_written_again_without_new_pages(megabytes: int) -> None
     found = multiprocessing.get_context("fork").SimpleQueue()
 
     def count_pages(keep: bool) -> None:
+        pages = 0
         # The defaults of malloc.h, whatever this process has set or glibc has learned in it.
         defaults = {_M_TRIM_THRESHOLD: 2**17, M_MMAP_THRESHOLD: 2**17, _M_MMAP_MAX: 2**16}
         for option, value in defaults.items():
