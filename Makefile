@@ -17,7 +17,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .PHONY: help setup train test test-slow test-gpu gpu-first-hour test-reliability clients lint lint-docker format docs lock clean readme pictures studies demo-model release
 
-help:  ## say what there is
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
 setup: $(DEV)  ## make .venv with the locked versions of everything
@@ -31,17 +31,17 @@ test: lint docs  ## lint, types, docs and tests, in two processes
 test-slow: lint  ## the same, with the tests that take longer
 	$(PY) -m pytest -m "slow or not slow"
 
-test-gpu: $(DEV)  ## what ranks that share a model compute on GPUs, by NCCL, and how long it takes
+test-gpu: $(DEV)  ## test and time models shared by several GPUs over NCCL
 	$(PY) -m pytest -m gpu --durations=0 tests/training/test_parallel.py
 
-gpu-first-hour: $(DEV)  ## what to try first on a GPU: exact, fast, safe? writes docs/performance/<gpu>.md
+gpu-first-hour: $(DEV)  ## check exactness, speed and safety on a new GPU; writes docs/performance/<gpu>.md
 	$(PY) -m experiments.benchmark.first_hour
 
-test-reliability: $(DEV)  ## what docs/explanation/reliability.md promises, all of it tried; hours
+test-reliability: $(DEV)  ## test every promise of docs/explanation/reliability.md; hours
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability
 
 # litgpt alone without its dependencies: it wants an older huggingface-hub than transformers 5.
-clients:  ## run exported models in llama.cpp, mlx-lm and litgpt, the callback in TRL, formats beside torchao and learning rates beside mup, in build/clients; 20 minutes the first time
+clients:  ## run exported models in llama.cpp, mlx-lm and litgpt and the callback in TRL, and compare with torchao and mup, in build/clients; 20 minutes the first time
 	$(PYTHON) -m venv build/clients
 	build/clients/bin/pip install --quiet --constraint requirements.lock torch
 	build/clients/bin/pip install --quiet --constraint requirements.lock --editable ".[gguf]" $(EDITABLE) transformers pytest
@@ -71,16 +71,16 @@ format: $(DEV)  ## fix format and lint
 docs: $(DEV)  ## build the documentation: build/docs/index.html
 	$(PY) -m sphinx -q -E -W --keep-going docs build/docs
 
-readme: $(DEV)  ## write the numbers of README.md anew, from a run of the default model
+readme: $(DEV)  ## update the numbers of README.md from a run of the default model
 	$(PY) -m tests.test_readme_numbers
 
-pictures: $(DEV)  ## take the pictures of the tutorials and the outputs of the notebooks anew; minutes
+pictures: $(DEV)  ## retake the pictures of the tutorials and rerun the notebooks; minutes
 	$(PY) docs/_ext/pictures.py
 
-studies: $(DEV)  ## write the pages of docs/studies anew, from the results beside them
+studies: $(DEV)  ## rebuild the pages of docs/studies from their results
 	$(PY) -m tests.test_study_pages
 
-demo-model: $(TRAIN)  ## train the model of `moe-ffn demo` again: minutes
+demo-model: $(TRAIN)  ## retrain the model of `moe-ffn demo`; minutes
 	$(PY) -m experiments.train --config configs/demo.yaml --run.name demo-model --trainer.accelerator cpu --trainer.precision 32-true
 	$(PY) -c "from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained; run = 'runs/demo-model/model'; \
 	  save_pretrained(load_pretrained(run).bfloat16(), 'build/demo_model', load_tokenizer(run))"
@@ -105,7 +105,7 @@ release:  ## build sdist and wheel, try the wheel in a fresh environment, and ta
 	git tag --points-at HEAD | grep -qx v$(VERSION) || git tag -a v$(VERSION) -m "moe_ffn $(VERSION)"
 	@echo "v$(VERSION) is tagged and dist/ is ready: git push origin v$(VERSION)"
 
-lock:  ## write requirements.lock anew from pyproject.toml's ranges
+lock:  ## update requirements.lock from the ranges in pyproject.toml
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet torch==2.13.0

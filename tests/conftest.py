@@ -84,9 +84,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What goes over every backend is slow for `triton`, which is interpreted on a CPU.
+    """Mark tests of every backend as slow for `triton`, which is interpreted on a CPU.
 
-    `tests/kernels` has what is in the default suite, and on a GPU all there is.
+    `tests/kernels` is exempt: it picks its own default tests, and runs them all on a GPU.
     """
     for item in items:
         if getattr(item, "callspec", None) is None or "kernels" in item.path.parts:

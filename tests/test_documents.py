@@ -33,7 +33,7 @@ def test_the_citation_names_this_version_and_its_licence() -> None:
     assert isinstance(citation["date-released"], date)
 
 
-def test_the_changelog_begins_with_what_is_not_released_and_knows_every_version() -> None:
+def test_the_changelog_begins_with_unreleased_and_lists_every_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## \[(.+?)\](?: - (\S+))?$", text, flags=re.MULTILINE)
 

@@ -117,7 +117,7 @@ def test_a_file_system_may_lack_sync_of_folders(
 
 @pytest.mark.parametrize("kind", ["a pipe", "a socket"])
 def test_pipes_and_sockets_are_neither_opened_nor_replaced(tmp_path: Path, kind: str) -> None:
-    """As /dev/null, which root could replace."""
+    """Root could otherwise replace a device such as /dev/null."""
     path = tmp_path / "file"
     os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "a pipe" else stat.S_IFSOCK))
 

@@ -1,4 +1,4 @@
-"""Who may import whom, and what `import moe_ffn` costs: read from the source and from subprocesses."""
+"""Import rules between modules, and the cost of `import moe_ffn`, from the source and subprocesses."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_public_names_are_sorted_and_lead_to_what_they_name() -> None:
         assert getattr(moe_ffn, name).__name__ == name
 
 
-def test_programs_without_their_packages_say_what_to_install(
+def test_programs_without_their_packages_print_the_install_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = importlib.util.find_spec

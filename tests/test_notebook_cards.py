@@ -178,7 +178,7 @@ def test_deep_models_with_many_experts_stay_small() -> None:
     assert "sorted by load" in text
 
 
-def test_a_curve_leaves_out_what_is_not_finite() -> None:
+def test_a_curve_leaves_out_nonfinite_values() -> None:
     text = text_of(notebook_cards.curve([3.0, float("nan"), float("inf"), 1.0], "loss"))
     assert text == "loss: 3.000 to 1.000"
     assert notebook_cards.curve([float("nan")], "loss") == ""

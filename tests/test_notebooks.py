@@ -26,7 +26,7 @@ def book_of(path: Path) -> dict[str, Any]:
 
 
 def kinds(outputs: list[dict[str, Any]]) -> list[list[str]]:
-    """What a code host shows of a cell: printed text, pictures and values."""
+    """Kinds of output that a code host shows of a cell: printed text, pictures and values."""
     return [[output["output_type"], *sorted(output.get("data", {}))] for output in outputs]
 
 

@@ -94,7 +94,7 @@ NEEDING: dict[str, tuple[str, Callable[[Routing], object]]] = {
 
 
 @pytest.mark.parametrize("name", NEEDING)
-def test_what_needs_a_table_says_so(tableless: Routing, name: str) -> None:
+def test_functions_that_need_a_table_name_it(tableless: Routing, name: str) -> None:
     table, use = NEEDING[name]
     with pytest.raises(ValueError, match=r"^.+$") as refused:
         use(tableless)
@@ -104,7 +104,7 @@ def test_what_needs_a_table_says_so(tableless: Routing, name: str) -> None:
     )
 
 
-def test_what_counts_pairs_needs_no_table(tableless: Routing) -> None:
+def test_counting_pairs_needs_no_table(tableless: Routing) -> None:
     assert repr(tableless) == (
         "SparsityTargetRouting(num_tokens=3, sequence_length=3, num_experts=4, num_pairs=6, dropped=0.0%, "
         "float32 on cpu)"

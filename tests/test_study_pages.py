@@ -212,7 +212,7 @@ def test_the_pictures_that_pages_show_are_those_that_git_keeps() -> None:
 
 
 def computed(file: Path) -> str:
-    """What the program says of a study, without what its author does."""
+    """The computed part of a study's page, without its author's text."""
     study, page = StudyConfig.read(file), (PAGES / f"{file.stem}.md").read_text(encoding="utf-8")
     for text in (study.answer, study.published, study.question, study.would_change_our_mind):
         page = page.replace(text.strip(), "") if text.strip() else page

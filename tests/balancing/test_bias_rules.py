@@ -129,7 +129,7 @@ def test_one_quantile_step_takes_most_of_the_imbalance_and_a_few_nearly_all(
     [(5, 1, 2, 2), (7, 1, 3, 2), (7, 2, 3, 4), (4, 1, 8, 0), (11, 3, 4, 8), (6, 1, 3, 2)],
 )
 @pytest.mark.parametrize("padding", [0, 3])
-def test_a_share_that_is_no_whole_number_is_rounded_down(
+def test_a_fractional_share_is_rounded_down(
     num_tokens: int, k: int, num_experts: int, place: int, padding: int
 ) -> None:
     # The (T k / E + 1)-th smallest: of 5 tokens and one of two experts the third, place 2 from 0.
@@ -286,7 +286,7 @@ def test_padding_is_not_observed(config: BiasRuleConfig) -> None:
 
 @pytest.mark.parametrize("case", ["k_is_all", "no_tokens", "padding_only"])
 @pytest.mark.parametrize("config", RULES, ids=IDS)
-def test_where_there_is_nothing_to_choose_the_bias_stays(config: BiasRuleConfig, case: str) -> None:
+def test_the_bias_stays_when_there_is_no_choice(config: BiasRuleConfig, case: str) -> None:
     num_tokens, k, mask = {
         "k_is_all": (6, 4, None),
         "no_tokens": (0, 2, None),

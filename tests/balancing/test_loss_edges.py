@@ -1,4 +1,4 @@
-"""What moves no balancing loss: padding, dropping, copies, empty batches; and right, finite gradients."""
+"""Balancing losses ignore padding, dropping, copies and empty batches; gradients are correct and finite."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ TAKE_A_ROUTING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", TAKE_A_ROUTING)
-def test_what_is_no_routing_is_refused_by_name(name: str) -> None:
+def test_losses_reject_values_that_are_not_a_routing(name: str) -> None:
     function = TAKE_A_ROUTING[name]
     output = build_ffn("swiglu", 8)(torch.randn(2, 8))
     for wrong, got in (

@@ -72,7 +72,7 @@ def test_the_margin_of_equality_is_that_of_the_study_or_of_the_flag(
         assert err == f"error: --margin: must be a number of nats above 0, got '{wrong}'\n"
 
 
-def test_studies_with_different_baselines_say_which_one_was_taken(
+def test_a_note_names_the_baseline_when_studies_have_different_ones(
     program: Program, study: Path
 ) -> None:
     other = study.parent / "other"

@@ -52,7 +52,7 @@ def test_a_run_becomes_a_folder_of_transformers(tmp_path: Path) -> None:
     assert encoded == saved.tokenizer.encode(text).tolist()
 
 
-def test_a_folder_of_transformers_becomes_ours_and_theirs_again(tmp_path: Path) -> None:
+def test_a_transformers_folder_converts_to_our_format_and_back(tmp_path: Path) -> None:
     theirs = save("qwen3_moe-renormalised", tmp_path / "theirs")
 
     done = convert(tmp_path / "theirs", tmp_path / "ours")

@@ -68,7 +68,7 @@ def test_json_goes_to_standard_output_without_a_key(
     assert "routing/layer_00/load" in answer.stdout
 
 
-def test_without_the_library_the_program_says_what_to_install(
+def test_a_missing_wandb_workspaces_is_reported_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -79,7 +79,7 @@ def test_without_the_library_the_program_says_what_to_install(
     )
 
 
-def test_without_a_key_the_program_says_how_to_get_one(dashboard: Dashboard) -> None:
+def test_a_missing_api_key_is_reported_with_how_to_get_one(dashboard: Dashboard) -> None:
     assert unsupported(dashboard()) == NO_KEY
 
 

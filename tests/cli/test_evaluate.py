@@ -36,7 +36,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Evaluate:
 
 @pytest.fixture
 def figures(evaluate: Evaluate, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What `--json` writes."""
+    """Contents of the file that `--json` writes."""
 
     def run(*argv: str | Path) -> dict[str, Any]:
         code, _, err = evaluate(*argv, "--json", tmp_path / "figures.json")
@@ -81,7 +81,7 @@ def test_the_loss_of_the_best_validation_is_reproduced_to_the_bit(
             assert values[key] == pytest.approx(best[f"validation/routing/{layer}/{key}"], rel=1e-6)
 
 
-def test_it_says_loss_perplexity_bits_and_routing(evaluate: Evaluate, text: Path) -> None:
+def test_it_prints_loss_perplexity_bits_and_routing(evaluate: Evaluate, text: Path) -> None:
     code, out, err = evaluate(trained(), "--data", text)
 
     assert (code, err) == (0, "")
@@ -252,7 +252,7 @@ def test_a_k_that_does_not_fit_is_refused_before_anything_is_evaluated(
     assert err == "error: " + message.replace("RUN", str(trained()))
 
 
-def test_a_corpus_that_has_changed_is_said(tmp_path: Path) -> None:
+def test_a_changed_corpus_is_an_error(tmp_path: Path) -> None:
     """The figures would be those of another text under the same name."""
     run = Path(shutil.copytree(trained(), tmp_path / "run"))
     documents = json.loads((run / "documents.json").read_text())
@@ -266,7 +266,9 @@ def test_a_corpus_that_has_changed_is_said(tmp_path: Path) -> None:
     assert "restore it, or give a text with --data" in done.stderr
 
 
-def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_lm_eval_is_reported_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = run_here(str(trained()), "--tasks", "x", program="moe_ffn.cli.evaluate")
     assert done.code == 2

@@ -44,7 +44,7 @@ def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return printed
 
 
-def test_the_short_page_has_every_section_and_what_is_set_most_often(show: Show) -> None:
+def test_short_help_lists_every_section_and_the_common_options(show: Show) -> None:
     printed = show("--help")
 
     for name, text in help_texts(TrainConfig).items():
@@ -119,7 +119,7 @@ def test_an_unknown_section_is_answered_with_the_nearest(section: str, hint: str
     assert str(refused.value) == f"--help {section}: unknown{hint}"
 
 
-def test_what_others_call_an_option_is_an_option() -> None:
+def test_synonyms_lead_to_existing_options() -> None:
     tree = option_tree(TrainConfig, TrainConfig().to_dict())
 
     assert set(ALSO_CALLED.values()) <= {option.name for option in tree.descendants()}

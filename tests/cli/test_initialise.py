@@ -1,4 +1,4 @@
-"""From a run to a model folder to another run: the programs, and what `init_from` leaves in a run."""
+"""`moe-ffn initialise` and `init_from`: a run becomes a model folder and then the start of another run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_run_without_a_checkpoint_begins_with_the_folder_again(
     )
 
 
-def test_a_run_that_cannot_begin_so_leaves_nothing(
+def test_a_mismatched_init_from_creates_no_run(
     sparse: Path, run_train: RunTrain, tmp_path: Path
 ) -> None:
     done = run_train(tmp_path, "--init_from", str(sparse), "--model.d_model", "32")
@@ -133,7 +133,7 @@ def test_a_run_that_cannot_begin_so_leaves_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_experts_are_left_out_by_what_a_text_says(
+def test_pruning_selects_experts_by_their_use_on_a_text(
     dense: Result, sparse: Path, corpus: Path, tmp_path: Path
 ) -> None:
     cache = ("--data.cache_dir", str(tmp_path / "cache"), "--num_tokens", "200")

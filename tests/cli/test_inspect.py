@@ -80,7 +80,7 @@ def test_figures_and_numbers_in_a_notebook(moe_run: Any) -> None:
         figures.taken(found, "layer_01", "token")
 
 
-def test_a_text_of_one_s_own_has_syntax_where_it_is_python(inspect: Inspect, moe_run: Any) -> None:
+def test_a_custom_python_text_has_syntax_classes(inspect: Inspect, moe_run: Any) -> None:
     Path("mine.py").write_text("def f(x):\n    return x  # the cat\n" * 30)
 
     code, _, _ = inspect(moe_run.folder, "--text", "mine.py", "--output", "page.html")
@@ -156,7 +156,7 @@ def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["changed", "gone"])
-def test_a_corpus_that_is_not_what_it_was(
+def test_a_changed_or_missing_corpus_is_an_error(
     gone: bool, corpus: Path, run_train: RunTrain, inspect: Inspect, tmp_path: Path
 ) -> None:
     mine = Path(shutil.copytree(corpus, tmp_path / "corpus"))

@@ -90,7 +90,7 @@ def test_a_module_in_the_current_folder_is_found(
     assert "type: a_module_of_mine:Mine" in out
 
 
-def test_what_to_install_is_the_clone_or_the_package(
+def test_the_install_command_names_the_clone_or_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert install("train") == "pip install -e '.[train]'"

@@ -88,7 +88,9 @@ def test_other_errors_are_not(error: Exception) -> None:
         exit_on_bad_input(fails)
 
 
-def test_training_says_what_the_model_needs(run_train: RunTrain, tmp_path: Path) -> None:
+def test_out_of_memory_in_training_reports_what_the_model_needs(
+    run_train: RunTrain, tmp_path: Path
+) -> None:
     in_training = "if x.shape[0] == 4: torch.empty(2**58)"  # not where it is tried before
     (tmp_path / "own.py").write_text(OWN_BLOCK % in_training)
 
@@ -125,7 +127,7 @@ def test_a_machine_without_containers_has_what_it_has(
     assert memory_limit() == 500
 
 
-def test_tables_are_refused_by_the_bytes_that_they_take_where_they_are_to_lie(
+def test_tables_larger_than_the_memory_of_their_device_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine_memory, "memory_limit", lambda: 100 * 3 * 4)
@@ -149,7 +151,7 @@ ON_GPU = {"trainer": {"accelerator": "gpu"}}
         ({"optimizer": {"type": "adamw"}, "trainer": {"precision": "bf16-true"}}, 2),
     ],
 )
-def test_a_training_on_the_cpu_is_refused_by_all_that_it_keeps(
+def test_cpu_training_is_rejected_when_its_states_exceed_memory(
     options: dict[str, Any], tensors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = validate(TrainConfig, options)
@@ -168,7 +170,9 @@ def test_a_training_on_the_cpu_is_refused_by_all_that_it_keeps(
     )
 
 
-def test_a_training_on_the_cpu_is_refused_by_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_training_is_rejected_when_its_teacher_exceeds_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = validate(TrainConfig, {"optimizer": {"type": "sgd"}})
     needed = 12 * config.model.num_params(257, config.data.seq_len)
     monkeypatch.setattr(memory, "memory_limit", lambda: needed + 10**9)
@@ -178,7 +182,7 @@ def test_a_training_on_the_cpu_is_refused_by_its_teacher(monkeypatch: pytest.Mon
         check_fits(config, teacher_bytes=10**9 + 1)
 
 
-def test_a_model_is_refused_by_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_larger_than_the_memory_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     config = validate(TrainConfig, ON_GPU)
     num_bytes = 4 * config.model.num_params(257, config.data.seq_len)
     monkeypatch.setattr(memory, "memory_limit", lambda: num_bytes)
@@ -240,8 +244,8 @@ M_MMAP_THRESHOLD = -3
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 @pytest.mark.parametrize("megabytes", [1, 64])
-def test_freed_memory_is_written_again_without_new_pages(megabytes: int) -> None:
-    """How many new pages do the same tensors take when they are allocated again and again?"""
+def test_freed_memory_is_reused_without_new_pages(megabytes: int) -> None:
+    """Count the page faults of the same tensors, allocated repeatedly."""
     found = multiprocessing.get_context("fork").SimpleQueue()
 
     def count_pages(keep: bool) -> None:

@@ -104,7 +104,7 @@ def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
     assert "2.0000" in output.read_text()
 
 
-def test_who_follows_a_run_that_has_not_begun_waits_for_it(program: Program) -> None:
+def test_watch_waits_for_a_run_that_has_not_started(program: Program) -> None:
     run, said, looks = Path("runs/x"), [], []
 
     def begin(_seconds: float) -> None:
@@ -125,7 +125,7 @@ def test_who_follows_a_run_that_has_not_begun_waits_for_it(program: Program) -> 
     ]
 
 
-def test_ctrl_c_while_nothing_has_begun(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_waiting_for_a_run(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -135,7 +135,7 @@ def test_ctrl_c_while_nothing_has_begun(program: Program, monkeypatch: pytest.Mo
     assert program("--watch", "x") == (0, said, "")
 
 
-def test_who_follows_an_interrupted_run_is_told_so(program: Program) -> None:
+def test_watch_reports_an_interrupted_run(program: Program) -> None:
     run, said = dense(Path("run"), is_finished=False), []
 
     def fall_silent(_seconds: float) -> None:
@@ -164,7 +164,7 @@ def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.M
     assert not reloads(Path("run/report.html"))
 
 
-def test_who_knows_that_a_run_has_ended_need_not_wait_for_its_silence(program: Program) -> None:
+def test_has_ended_marks_a_silent_run_interrupted_at_once(program: Program) -> None:
     run = dense(Path("run"), is_finished=False)
     (shown,) = page.write_report([run], run / "report.html", reload_every=5, has_ended=True)
     assert shown.state == "interrupted"

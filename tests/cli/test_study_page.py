@@ -1,4 +1,4 @@
-"""From a tiny sweep that is really trained to its page, and again without the runs."""
+"""A tiny trained sweep becomes a page, which can be rebuilt without the runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
+def test_the_page_of_a_trained_sweep_can_be_rebuilt_without_its_runs(
     page: Callable[..., Finished],
     tiny_yaml: Path,
     tmp_path: Path,
@@ -91,9 +91,7 @@ def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
     assert "sweep --config which.yaml\n" in text
 
 
-def test_a_seed_that_somebody_adds_is_on_the_page(
-    page: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_an_added_seed_appears_on_the_page(page: Callable[..., Finished], tmp_path: Path) -> None:
     folder = tmp_path / "pages" / "which"
     folder.mkdir(parents=True)
     blocks = {"dense": {"type": "dense", "d_ff": 32}, "moe": {"type": "moe", "num_experts": 4}}
@@ -124,7 +122,7 @@ def test_a_seed_that_somebody_adds_is_on_the_page(
     )
 
 
-def test_what_a_result_does_not_know_and_flags_of_its_sweep_count_as_planned(
+def test_options_missing_from_a_result_and_sweep_flags_count_as_planned(
     page: Callable[..., Finished], tmp_path: Path
 ) -> None:
     text = "arms: {dense: {model.ffn: {type: dense, d_ff: 32}, optimizer: {type: adamw}, "
@@ -149,9 +147,7 @@ def test_what_a_result_does_not_know_and_flags_of_its_sweep_count_as_planned(
     assert done.stderr.startswith("left out: 'runs/results.jsonl:3' is not finished")
 
 
-def test_runs_of_another_study_are_not_put_beside_the_page(
-    page: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_runs_of_another_study_are_rejected(page: Callable[..., Finished], tmp_path: Path) -> None:
     folder, runs = tmp_path / "docs/studies/which", tmp_path / "runs"
     runs.mkdir()
     add_results(runs, [make_result("swiglu", 0)])

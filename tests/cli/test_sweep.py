@@ -110,7 +110,7 @@ def test_every_run_is_trained_once_and_the_next_call_trains_none(
     )
 
 
-def test_a_dry_run_says_how_near_a_solved_width_comes(program: Program, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_error_of_a_solved_width(program: Program, tmp_path: Path) -> None:
     match = "{match: total_params, of: {type: dense, d_ff: 32}}"
     write_study(
         tmp_path,
@@ -126,7 +126,7 @@ def test_a_dry_run_says_how_near_a_solved_width_comes(program: Program, tmp_path
     assert " ".join(out.split()).count(said) == 1
 
 
-def test_a_dry_run_shows_each_budget_and_what_is_done(program: Program, tmp_path: Path) -> None:
+def test_a_dry_run_shows_budgets_and_states_of_runs(program: Program, tmp_path: Path) -> None:
     sizes = "data.batch_size: 5, trainer.accumulate_grad_batches: 25"
     ffn = "model.ffn: {type: dense, d_ff: 32}"
     write_study(tmp_path, f"arms: {{a: {{{ffn}, {sizes}}}, b: {{}}, c: {{{ffn}}}}}")
@@ -262,7 +262,7 @@ def test_an_interrupted_run_is_resumed(only: Sweep, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_what_an_unfinished_run_with_other_options_left_is_set_aside(
+def test_an_unfinished_run_with_other_options_is_moved_away(
     only: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = only.jobs[0].run.folder
@@ -378,7 +378,7 @@ def test_a_signal_ends_the_runs_after_their_step(
 # -- on many machines, and the clock
 
 
-def test_a_run_that_is_named_is_trained_alone_and_its_steps_are_told(
+def test_only_trains_the_named_run_and_prints_its_steps(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_ffn.studies.sweep._SECONDS_BETWEEN_LINES", 0.0)

@@ -104,7 +104,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), BAD.values(), ids=BAD)
-def test_what_cannot_be_traced_is_one_sentence(
+def test_an_untraceable_folder_is_reported_in_one_sentence(
     spoil: Callable[[Path], Any], sentence: str, sparse: Path, trace: Trace, tmp_path: Path
 ) -> None:
     folder = tmp_path / "spoilt"
@@ -119,7 +119,7 @@ def test_what_cannot_be_traced_is_one_sentence(
     assert not (tmp_path / "page.html").exists()
 
 
-def test_text_that_is_no_utf8_is_refused(sparse: Path, trace: Trace) -> None:
+def test_text_that_is_not_utf8_is_rejected(sparse: Path, trace: Trace) -> None:
     code, _, err = trace(sparse, "--text", "a\udcff")
     assert (code, err.strip()) == (
         2,

@@ -191,7 +191,7 @@ def test_the_table_and_its_legend() -> None:
     ]
 
 
-def test_rounds_are_said_to_share_their_experts() -> None:
+def test_the_legend_explains_that_rounds_share_their_experts() -> None:
     rounds = [Layer(name, ("0", "1"), "dropless") for name in ("layer_00", "layer_00/round_2")]
     visits: dict[str, Visit | None] = {one.name: Visit((choice(1, 0.5),), 0.5) for one in rounds}
     chain = TextTrace("chain", tuple(rounds), (TokenTrace(0, "a", visits, None),), {})
@@ -202,7 +202,7 @@ def test_rounds_are_said_to_share_their_experts() -> None:
     assert not any("rounds" in line for line in legend(small_way()))
 
 
-def test_layers_that_do_not_fit_beside_each_other_stand_below() -> None:
+def test_layers_too_wide_for_one_table_go_into_a_second() -> None:
     table = shown(small_way(), 50)[:9]
 
     assert table == [
@@ -277,7 +277,7 @@ def test_the_text_may_come_through_a_pipe(
 # -- the page
 
 
-def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_shows_every_detail_of_a_cell(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "way.html"
     path.write_text(page(small_way()), encoding="utf-8")
 
@@ -354,7 +354,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence() -> None:
     assert "--output: '/proc/demo.html' cannot be written" in done.stderr
 
 
-def test_the_card_names_the_model_that_is_shipped() -> None:
+def test_the_model_card_describes_the_shipped_model() -> None:
     card = (MODEL / "README.md").read_text(encoding="utf-8")
     decoder = load_pretrained(MODEL)
     count = sum(weights.numel() for weights in decoder.parameters())

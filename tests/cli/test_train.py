@@ -239,7 +239,7 @@ def test_the_page_of_a_finished_run(moe_run: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ArithmeticError("no such number")])
-def test_a_run_that_failed_has_a_page_that_says_interrupted(
+def test_the_page_of_a_failed_run_calls_it_interrupted(
     run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     step = LanguageModel.training_step

@@ -154,7 +154,9 @@ def test_errors_without_custom_code_are_raised_unchanged() -> None:
         print(1 // 0)
 
 
-def test_what_is_not_permitted_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_without_permission_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "package_of_a_stranger"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('run')")

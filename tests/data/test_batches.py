@@ -71,7 +71,7 @@ class TestTrain:
             assert starts == list(range(starts[0], starts[0] + 10 * count, 10))
         assert len({tuple(start // 10 for start in starts) for starts in epochs}) == 3, "one order"
 
-    def test_what_was_read_is_each_window_once_in_order(self) -> None:
+    def test_windows_read_returns_each_window_once_in_order(self) -> None:
         batches = train(batch_size=7)
         in_order = windows_of(map(batches.__getitem__, range(50)))
         assert batches.windows_read(3, max_tokens=1000).tolist() == in_order[:21]
@@ -185,7 +185,7 @@ def test_any_part_of_a_computed_order_is_that_of_the_whole(count: int) -> None:
         assert np.array_equal(order[first : first + 7], whole[first : first + 7])
 
 
-def test_a_computed_order_is_as_random_as_one_that_is_drawn() -> None:
+def test_a_computed_order_is_as_random_as_a_drawn_one() -> None:
     """Neighbours are as far apart, and places and numbers as unrelated; five deviations at most."""
     count = 100_000
     for seed in range(4):

@@ -87,7 +87,7 @@ class TestText:
     def test_a_file_named_twice_is_one_document(self, folder: Path) -> None:
         assert names(folder / "b.txt", folder) == ["b.txt", "a.md", "deep/c.txt"]
 
-    def test_an_empty_file_beside_others_is_fine_and_a_pipe_is_skipped(self, folder: Path) -> None:
+    def test_empty_files_are_accepted_and_pipes_are_skipped(self, folder: Path) -> None:
         (folder / "empty.txt").touch()
         os.mkfifo(folder / "pipe.txt")
         assert names(folder) == ["a.md", "b.txt", "deep/c.txt", "empty.txt"]
@@ -129,7 +129,7 @@ class TestText:
             ("/dev/null", r"'link\.txt' is neither a file nor a folder"),
         ],
     )
-    def test_what_is_no_file_is_refused(
+    def test_paths_that_are_not_files_are_rejected(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -260,7 +260,7 @@ def test_bad_options_are_refused_by_path(values: dict[str, object], message: str
     assert message in line
 
 
-def test_a_path_in_the_wrong_place_is_told_where_paths_go() -> None:
+def test_a_misplaced_path_gets_an_error_naming_its_option() -> None:
     (line,) = mistakes(DataConfig, "my_texts")
     assert line == (
         "must be a mapping of options, got 'my_texts'; for your own text files use data.corpus: "

@@ -154,7 +154,9 @@ def test_staying_offline_without_an_earlier_download_is_refused(
         read("someone/stories")
 
 
-def test_without_datasets_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datasets_is_reported_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     message = r"data\.corpus\.type: 'hf_dataset' needs .*: pip install datasets"
     with pytest.raises(ConfigError, match=message):

@@ -237,7 +237,7 @@ class TestKnownCorpus:
         assert read
 
     @pytest.mark.parametrize("change", ["time", "content", "size", "new", "removed", "renamed"])
-    def test_is_read_again_where_a_file_is_another(
+    def test_is_read_again_if_a_file_changed(
         self, prepared: Prepare, texts: Path, read: list[str], change: str
     ) -> None:
         before = prepared()
@@ -262,7 +262,7 @@ class TestKnownCorpus:
         assert read
         assert (after.documents == before.documents) == (change == "time")
 
-    def test_of_other_files_is_read_where_sizes_and_times_are_the_same(
+    def test_is_read_again_for_other_files_of_the_same_sizes_and_times(
         self, prepared: Prepare, texts: Path, tmp_path: Path
     ) -> None:
         before = prepared()
@@ -277,7 +277,7 @@ class TestKnownCorpus:
         named = prepare(config_of(tmp_path / "tex*/*.txt", tmp_path / "cache"))
         assert named.corpus_sha256 != before.corpus_sha256
 
-    def test_that_changes_while_it_is_read_is_not_kept_in_mind(
+    def test_is_not_remembered_if_it_changes_while_it_is_read(
         self, prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         stamps = iter(["before", "after"])
@@ -285,7 +285,7 @@ class TestKnownCorpus:
         prepared()
         assert not (tmp_path / "cache" / "known_corpora").exists()
 
-    def test_of_this_moment_is_read_again(
+    def test_is_read_again_if_a_file_changed_a_moment_ago(
         self, prepared: Prepare, texts: Path, read: list[str]
     ) -> None:
         (texts / "3.txt").touch()
@@ -295,7 +295,7 @@ class TestKnownCorpus:
         assert len(read) == 40
 
     @pytest.mark.parametrize("content", ["", "{}", "no object", '{"count": "x"}'])
-    def test_is_read_again_where_the_note_of_it_is_damaged(
+    def test_is_read_again_if_its_cache_entry_is_damaged(
         self, prepared: Prepare, tmp_path: Path, read: list[str], content: str
     ) -> None:
         before = prepared()

@@ -138,7 +138,7 @@ def test_a_corpus_that_changes_meanwhile_is_refused(later: list[tuple[str, str]]
         list(split_pieces(documents(later), plan))
 
 
-def test_of_very_many_documents_no_names_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_names_are_not_stored_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_module, "MAX_NAMED", 2)
     texts = [Document(str(number), [b"text %d\n" % number]) for number in range(3)]
     few = plan_split(texts[:2], 5).documents
@@ -178,7 +178,7 @@ def test_two_documents_of_one_name_are_distinguished() -> None:
     assert changed(before, now) == "'a' has changed"
 
 
-def test_of_very_many_documents_only_the_number_is_known() -> None:
+def test_without_document_names_only_their_number_is_compared() -> None:
     before, now = Documents("before", 3, None), Documents("now", 3, None)
     assert changed(before, now) == "the corpus changed: it has 3 documents, as many as before"
     fewer = read(a="1", b="2")

@@ -67,7 +67,7 @@ def test_a_slice_of_the_row_is_that_of_the_files_joined(
     assert row.part(100, 900)[start:stop].tolist() == IDS[100:900][start:stop].tolist()
 
 
-def test_a_slice_opens_the_files_that_it_lies_in_alone(folder: Path) -> None:
+def test_a_slice_opens_only_the_files_it_needs(folder: Path) -> None:
     row = row_of(folder)
     assert row.dtype == row[299:302].dtype == np.int32, "which holds those of both types"
     (folder / "a.bin").unlink()
@@ -166,7 +166,7 @@ def test_ids_beyond_the_vocabulary_are_refused(folder: Path, split: str, place: 
     )
 
 
-def test_what_is_no_row_of_ids_is_refused(folder: Path) -> None:
+def test_files_that_are_not_one_row_of_ids_are_rejected(folder: Path) -> None:
     (folder / "a.bin").write_bytes(b"123")
     assert unsupported(config_of(folder)) == (
         f"data.corpus: '{folder / 'a.bin'}' has 3 bytes, which is not a whole number of uint16 ids (2 bytes "
@@ -190,14 +190,14 @@ def test_what_is_no_row_of_ids_is_refused(folder: Path) -> None:
     )
 
 
-def test_a_tokenizer_that_is_not_there_is_refused(folder: Path) -> None:
+def test_a_missing_tokenizer_is_rejected(folder: Path) -> None:
     config = config_of(folder, tokenizer={"type": "file", "path": "nowhere.json"})
     assert unsupported(config) == (
         "data.tokenizer.path: 'nowhere.json' does not exist, or is not a tokenizer.json"
     )
 
 
-def test_ten_billion_tokens_are_begun_at_once_in_little_memory(tmp_path: Path) -> None:
+def test_ten_billion_tokens_open_at_once_in_little_memory(tmp_path: Path) -> None:
     """Ten sparse files of a billion tokens each, all 0."""
     for number in range(10):
         with (tmp_path / f"{number}.bin").open("wb") as file:
@@ -308,7 +308,7 @@ def test_ids_of_bytes_are_the_bytes() -> None:
 
 
 class TestBPE:
-    def test_learns_what_is_frequent(self) -> None:
+    def test_learns_frequent_sequences(self) -> None:
         assert b" the" in BPE.token_bytes
         assert len(BPE.encode(TEXT)) < len(TEXT) / 3
 
@@ -323,7 +323,7 @@ class TestBPE:
         text = [TEXT, b"\xff\xfe" + TEXT]
         assert train_bpe(text, 512).to_dict() == train_bpe(text, 512).to_dict()
 
-    def test_without_tokenizers_the_message_says_what_to_install(
+    def test_missing_tokenizers_is_reported_with_the_install_command(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "tokenizers", None)

@@ -68,7 +68,7 @@ def clock_of(seconds: Sequence[float]) -> Callable[[], float]:
     return lambda: next(ticks)
 
 
-def test_each_round_runs_everyone_once_in_an_order_of_its_own() -> None:
+def test_each_round_runs_every_candidate_once_in_random_order() -> None:
     runs: list[list[str]] = [[], []]
     for seen in runs:
         interleave(recorded("abcdefghij", seen), rounds=198, warmup=2)
@@ -289,7 +289,7 @@ def test_adapters_are_compared_with_peft(
     assert "DIFFERS" not in printed
 
 
-def test_peak_bytes_counts_what_is_alive_together() -> None:
+def test_peak_bytes_counts_tensors_alive_at_once() -> None:
     def run() -> None:
         one, two = torch.empty(1000), torch.empty(500)
         del one

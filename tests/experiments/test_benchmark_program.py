@@ -166,7 +166,7 @@ def test_a_run_has_all_that_its_folder_holds(moe_run: Any, config_of: Any) -> No
     assert run.model is run.model
 
 
-def test_what_a_notebook_prints_of_a_run_is_a_line(moe_run: Any) -> None:
+def test_reprs_of_a_run_fit_on_one_line(moe_run: Any) -> None:
     run = moe_ffn.load_run(moe_run.folder)
 
     count, loss = f"{run.facts.num_params:,}", f"{run.summary.validation_loss:.4f}"
@@ -193,7 +193,7 @@ def test_every_public_name_is_listed_and_there(package: str) -> None:
         assert getattr(module, name) is not None
 
 
-def test_the_models_of_the_files_have_what_is_written(moe_run: Any) -> None:
+def test_the_models_of_run_files_declare_every_written_field(moe_run: Any) -> None:
     run = moe_ffn.load_run(moe_run.folder)
 
     for document in (run.facts, run.summary):
@@ -217,7 +217,7 @@ def test_the_routing_of_a_text(moe_run: Any) -> None:
     assert run.routing(TEXT.encode()).keys() == routings.keys()
 
 
-def test_what_cannot_be_is_a_sentence(moe_run: Any, tmp_path: Path) -> None:
+def test_impossible_requests_raise_one_sentence(moe_run: Any, tmp_path: Path) -> None:
     run = moe_ffn.load_run(moe_run.folder)
     with pytest.raises(moe_ffn.ConfigError) as refused:
         run.routing("a" * 17)

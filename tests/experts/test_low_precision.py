@@ -157,7 +157,7 @@ def test_inputs_are_rounded_token_by_token() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_number_that_is_not_finite_stays_visible(name: Format) -> None:
+def test_quantization_keeps_infinities_visible(name: Format) -> None:
     weight_OI = matrices()[0]
     weight_OI[3, 40] = torch.inf
     assert not fake_quantize(weight_OI, name)[3].isfinite().all()

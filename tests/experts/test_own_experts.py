@@ -1,4 +1,4 @@
-"""Experts of a user's own, those of the README: computed as their plan says, and counted as they are built.
+"""The custom experts of the README: they compute every pair of their plan and count their parameters.
 
 T tokens, D model width
 """
@@ -119,7 +119,7 @@ def by_hand(block: Any, x_TD: Tensor, plan: Plan) -> Tensor:
 
 
 @pytest.mark.parametrize("capacity", [None, 0.5])
-def test_they_compute_what_their_plan_says(
+def test_custom_experts_compute_every_pair_of_their_plan(
     experts: Options, capacity: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block: Any = build(moe(experts, capacity={"factor": capacity}))

@@ -117,7 +117,7 @@ EVERYWHERE = ("x has width", "context must be")
     ("name", "message"),
     [(n, m) for n in BLOCKS for m in REFUSED if n == "moe" or m.startswith(EVERYWHERE)],
 )
-def test_what_does_not_fit_is_refused_in_one_sentence(name: str, message: str) -> None:
+def test_inputs_that_do_not_match_are_rejected_in_one_sentence(name: str, message: str) -> None:
     block, named = build(BLOCKS[name]), ""
 
     def transform() -> None:
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(name: str, message: str) -
 
 
 @every_block
-def test_what_fits_is_taken(config: Any) -> None:
+def test_matching_inputs_are_accepted(config: Any) -> None:
     block = build(config)
     for dtype in (torch.int64, torch.int32, torch.uint8):
         context = TokenContext(mask=MASK, token_ids=IDS.to(dtype), sequence_length=6)
@@ -196,7 +196,7 @@ def test_autocast_takes_both(config: Any) -> None:
 
 
 @pytest.mark.parametrize("config", ["swiglu", "moe"])
-def test_autocast_leaves_float64_alone_and_so_it_is_refused(config: str) -> None:
+def test_float64_under_autocast_is_rejected(config: str) -> None:
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(ValueError, match=sentence(torch.float64, torch.float32)),
@@ -235,6 +235,6 @@ def test_weights_that_are_not_floating_point_have_rules_of_their_own() -> None:
     ],
     ids=str,
 )
-def test_a_width_that_is_none_is_refused(d_model: Any, message: str) -> None:
+def test_invalid_widths_are_rejected(d_model: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}$"):
         build_ffn("moe", d_model)

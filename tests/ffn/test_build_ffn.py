@@ -1,4 +1,4 @@
-"""build_ffn: a block from a mapping, a name, a config or a class of one's own; and its problems."""
+"""build_ffn: a block from a mapping, a name, a config or a custom class, and its errors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_an_own_class_serves_as_a_shared_expert(own_file: Path) -> None:
     assert ffn(torch.ones(2, 8)).hidden.shape == (2, 8)
 
 
-def test_own_file_that_fails_says_why_and_can_be_mended(tmp_path: Path) -> None:
+def test_a_failing_custom_file_reports_the_cause_and_can_be_fixed(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("1 / 0\n")
     with pytest.raises(
@@ -147,7 +147,7 @@ def test_inner_blocks_stand_in_the_options_of_their_names(block: Any) -> None:
     assert held == list(config.inner_blocks())
 
 
-def test_a_router_inside_a_block_says_where() -> None:
+def test_router_infos_give_the_path_of_inner_routers() -> None:
     config = FFNConfig.model_validate(BLOCKS["moe in depths"])
     infos = config.router_infos()
     assert {name: info.path for name, info in infos.items()} == {"routing": "", "inner": "ffn"}

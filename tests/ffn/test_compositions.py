@@ -206,7 +206,7 @@ def test_token_ids_go_with_their_tokens() -> None:
     assert inner.expert_ids_N[inner.active_N].equal(wanted)
 
 
-def test_nobody_chosen_gives_zero_and_zero_gradients() -> None:
+def test_no_chosen_expert_gives_zero_output_and_gradients() -> None:
     ffn = build(RELU)
     with torch.no_grad():
         ffn.router.projection.weight.zero_()

@@ -124,7 +124,7 @@ def test_positions_are_independent_of_each_other(config: dict[str, Any]) -> None
 
 
 @every_variant
-def test_a_block_is_causal_exactly_where_its_config_says(config: dict[str, Any]) -> None:
+def test_blocks_are_causal_exactly_if_their_config_claims_it(config: dict[str, Any]) -> None:
     ffn = build(config).double().eval()
     x = tokens(2, 6, 8)
     altered = x.clone()
@@ -138,7 +138,7 @@ def test_a_block_is_causal_exactly_where_its_config_says(config: dict[str, Any])
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf], ids=str)
 @every_variant
-def test_a_broken_token_does_to_the_others_no_more_than_padding(
+def test_a_nonfinite_token_affects_other_tokens_no_more_than_padding(
     config: dict[str, Any], broken: float
 ) -> None:
     if config["type"] == "conv":
@@ -286,7 +286,7 @@ def test_flops_that_depend_on_the_data_are_those_of_the_pairs(config: dict[str, 
     ],
     ids=str,
 )
-def test_flops_of_expert_choice_count_the_part_of_a_token_that_is_rounded_up(
+def test_expert_choice_flops_include_the_rounding_up_of_tokens(
     config: dict[str, Any], length: int
 ) -> None:
     counted = count_flops(config, 2, length, D_MODEL) / (2 * length)

@@ -168,7 +168,7 @@ def with_width(block: Any, width: int) -> Any:
     return block
 
 
-def test_a_match_says_what_was_wanted_and_what_came_of_it() -> None:
+def test_a_match_reports_the_wanted_and_the_reached_count() -> None:
     # The dense block has 2 matrices of 32 x 133 at 2 FLOPs a weight; the MoE for each token 2 experts of 3
     # matrices of 32 x 44, which are 16,896, and the router, 2 * 32 * 4.
     _, match = solve(asking(MOE, "flops_per_token", {"type": "dense", "d_ff": 133}))
@@ -195,7 +195,7 @@ def test_a_block_without_a_match_is_left_as_it_is() -> None:
     assert (ffn, match) == (FFNConfig.model_validate("moe"), None)
 
 
-def test_a_width_that_is_not_solved_says_how_to() -> None:
+def test_an_unsolved_width_raises_with_how_to_solve_it() -> None:
     said = (
         "d_ff: matches the total_params of 'dense', but is not solved yet; "
         "`ffn, match = moe_ffn.solve_widths(ffn, d_model, seq_len)` replaces it by a number"

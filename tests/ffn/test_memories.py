@@ -87,7 +87,7 @@ def test_a_convolution_s_value_is_what_a_unit_adds_at_its_own_position(
     assert ffn.down.padding[0] == own
 
 
-def test_what_has_no_units_of_tokens_has_no_memories() -> None:
+def test_blocks_without_token_units_have_no_memories() -> None:
     x: Tensor = torch.randn(B, S, D, dtype=torch.float64)
 
     assert memories(built("identity"), x) == []
@@ -103,7 +103,7 @@ def test_dropout_is_not_part_of_an_activation() -> None:
     )
 
 
-def test_names_say_which_network_it_is() -> None:
+def test_memories_are_named_after_their_network() -> None:
     ffn = built({"type": "moe", "num_experts": 2, "shared_expert": "dense"})
 
     found = memories(ffn, torch.randn(B, S, D, dtype=torch.float64))
@@ -165,7 +165,7 @@ def test_the_identity_and_its_memories_are_the_output() -> None:
     torch.testing.assert_close(sums.view_as(x), output.hidden)
 
 
-def test_routers_are_told_by_round_with_the_option_of_their_block() -> None:
+def test_routers_are_named_by_round_with_the_path_of_their_block() -> None:
     infos = FFNConfig.model_validate(SHARED).router_infos()
     assert list(infos) == NAMES
     assert {replace(info, path="") for info in infos.values()} == {

@@ -161,7 +161,7 @@ def test_output_and_every_gradient_equal_plain_loops(
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_config_knows_its_size_and_what_padding_holds_reaches_nothing(
+def test_parameters_are_counted_and_padding_contents_are_ignored(
     config: dict[str, Any],
 ) -> None:
     moe, validated = built(config), FFNConfig.model_validate(config)
@@ -260,7 +260,7 @@ def test_dense_blocks_have_the_gates_of_experts(kind: str) -> None:
         ({"type": "soft_capped_swiglu"}, "SoftCappedSwiGLU(gate_cap=7.0, up_cap=7.0)"),
     ],
 )
-def test_a_backend_without_a_kernel_for_a_gate_says_so(experts: Any, gate: str) -> None:
+def test_a_backend_without_a_kernel_for_a_gate_gives_the_reason(experts: Any, gate: str) -> None:
     moe: Any = build_ffn({"type": "moe", "experts": experts}, D)
     known = networks(moe)
     assert known is not None

@@ -261,7 +261,7 @@ def test_ranks_do_not_divide_rows() -> None:
     )
 
 
-def test_metrics_say_which_routings_they_take() -> None:
+def test_metrics_reject_routings_of_the_other_kind() -> None:
     listed, tabled = (
         build(options)(tokens(1, 3)).routing for options in (config("peer"), {"type": "moe"})
     )

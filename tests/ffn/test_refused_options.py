@@ -287,13 +287,13 @@ MENDED = [
 
 
 @pytest.mark.parametrize("router", MENDED, ids=str)
-def test_what_the_messages_advise_is_taken(router: dict[str, Any]) -> None:
+def test_the_advice_of_messages_works(router: dict[str, Any]) -> None:
     build_ffn({"type": "moe", "num_experts": 8, "router": router}, d_model=8)
     single = {"type": "expert_choice", "k": 1, "score": "sigmoid"}
     build_ffn({"type": "moe", "num_experts": 1, "router": single}, d_model=8)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     config = {"type": "moe", "num_experts": 0, "experts": {"type": "mlp", "dff": 3}}
     assert unsupported({**config, "kk": 1}).startswith("kk: unknown; known: type, num_experts")
     assert unsupported(config).splitlines() == [

@@ -45,7 +45,7 @@ def test_an_output_is_one_to_three_short_lines(config: str) -> None:
     assert "tensor(" not in "".join(lines)
 
 
-def test_an_output_says_how_many_pairs_were_dropped() -> None:
+def test_output_repr_shows_the_dropped_share() -> None:
     assert repr(output_of(WITH_CAPACITY)).splitlines() == [
         "FFNOutput(hidden=float32[2, 6, 16] on cpu,",
         "    routing=Routing(num_tokens=12, sequence_length=6, num_experts=4, num_pairs=24, "
@@ -53,7 +53,7 @@ def test_an_output_says_how_many_pairs_were_dropped() -> None:
     ]
 
 
-def test_an_output_says_how_many_of_its_pairs_are_real() -> None:
+def test_output_repr_shows_the_number_of_real_pairs() -> None:
     mask = torch.ones(2, 6, dtype=torch.bool)
     mask[0, 1:] = False  # 7 real tokens, 14 pairs, C = ceil(14 / 4) = 4: 8 of 14 are computed
     assert "num_pairs=24, num_real_tokens=7, num_real_pairs=14, dropped=42.9%, " in repr(
@@ -62,7 +62,7 @@ def test_an_output_says_how_many_of_its_pairs_are_real() -> None:
     assert "num_pairs=24, dropped=0.0%, " in repr(output_of({**WITH_CAPACITY, "capacity": {}}))
 
 
-def test_a_block_inside_a_block_has_a_line_of_its_own() -> None:
+def test_output_repr_gives_an_inner_block_its_own_line() -> None:
     text = repr(output_of({"type": "mixture_of_depths", "ffn": "moe"}))
     first, routing, inner = text.splitlines()
     assert first == "FFNOutput(hidden=float32[2, 6, 16] on cpu,"

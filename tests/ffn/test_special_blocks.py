@@ -167,14 +167,14 @@ def test_norms_of_half_precision_are_computed_and_kept_in_float32() -> None:
     torch.testing.assert_close(norm(x_TD), wanted_TD, rtol=0, atol=1e-6)
 
 
-def test_at_first_what_is_read_is_small_and_the_convolution_nothing() -> None:
+def test_initial_reads_are_small_and_the_convolution_is_zero() -> None:
     block: Any = NgramMemoryConfig(rate_scale=5.0).build(64)
     read = block.tables(torch.arange(1000).view(10, 100), None)
     assert read.std().item() == pytest.approx(0.02, rel=0.05)  # as the embeddings of a decoder
     assert block.conv(torch.randn(2, 5, 64), None).count_nonzero() == 0
 
 
-def test_adam_moves_what_is_read_by_a_multiple_of_its_rate_and_nothing_decays_it() -> None:
+def test_adam_scales_the_rate_of_table_rows_and_never_decays_them() -> None:
     block, (x, context) = built(rate_scale=5.0), batch()
     decayed, kept = split_by_decay(block)
     assert "tables.rows.weight" in kept
@@ -212,7 +212,7 @@ def test_tokens_without_ids_are_refused(context: TokenContext | None) -> None:
         built()(batch()[0], context)
 
 
-def test_what_stands_inside_is_answered_for() -> None:
+def test_an_inner_block_that_looks_ahead_is_unsupported() -> None:
     build_ffn({"type": "moe", "shared_expert": SMALL | {"ffn": "dense"}}, D)
     looks_ahead = FFNConfig.model_validate(
         {**SMALL, "ffn": {"type": "conv", "causal": False}}

@@ -300,7 +300,9 @@ def every(*whats: str) -> Any:
 
 @every(*WHAT)
 @pytest.mark.filterwarnings("ignore")  # what torch's own tracing and transforms warn of
-def test_it_holds_or_one_sentence_says_what_does(what: str, name: str, backend: str) -> None:
+def test_a_torch_feature_works_or_names_a_backend_that_supports_it(
+    what: str, name: str, backend: str
+) -> None:
     block, x = build(name, backend), tokens()
     if what in IN_BFLOAT16 and backend == "grouped_mm":
         block, x = block.bfloat16(), x.bfloat16()
@@ -357,7 +359,7 @@ def test_a_compiled_transform_does_not_lose_the_experts(transform: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_grouped_mm_in_a_graph_of_another_dtype_says_what_takes_it() -> None:
+def test_grouped_mm_in_a_graph_of_another_dtype_suggests_auto() -> None:
     block, x = build("moe", "grouped_mm"), tokens()
     sentence = (
         r"^experts.backend 'grouped_mm' takes torch.bfloat16 .* got torch.float32 .*; use 'auto'$"

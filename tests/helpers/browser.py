@@ -43,7 +43,7 @@ class Opened:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Debian's Chromium; without one the test is skipped and says so, but never in CI."""
+    """Debian's Chromium; without it the test is skipped with the reason, but fails in CI."""
     found = shutil.which("chromium") or shutil.which("chromium-browser")
     if found is None:
         assert "CI" not in os.environ, "CI has to install chromium: see .ci/run"

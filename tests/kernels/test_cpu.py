@@ -144,7 +144,7 @@ FROZEN = {
 
 @each_way
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(
+def test_frozen_inputs_get_no_gradient_and_change_no_other(
     cpu: Any, frozen: tuple[str, ...], make: Any
 ) -> None:
     given = make(**KINDS["adapted"])

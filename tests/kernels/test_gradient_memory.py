@@ -40,7 +40,7 @@ def step(layer: MoEFFN, x_TD: Tensor) -> nn.Parameter:
     return parameter
 
 
-def test_the_memory_of_a_gradient_that_is_gone_is_used_again(layer: MoEFFN) -> None:
+def test_memory_of_a_deleted_gradient_is_reused(layer: MoEFFN) -> None:
     x_TD = torch.randn(12, 8)
     first = step(layer, x_TD).grad
     assert first is not None
@@ -54,7 +54,7 @@ def test_the_memory_of_a_gradient_that_is_gone_is_used_again(layer: MoEFFN) -> N
     torch.testing.assert_close(second, values, rtol=0, atol=0)
 
 
-def test_a_gradient_that_is_still_referred_to_is_left_alone(layer: MoEFFN) -> None:
+def test_memory_of_a_referenced_gradient_is_not_reused(layer: MoEFFN) -> None:
     first = step(layer, torch.randn(12, 8)).grad
     assert first is not None
     part, values = first[1:].detach(), first[1:].clone()

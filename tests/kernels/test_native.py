@@ -74,7 +74,7 @@ class Case:
         )
 
     def plan(self, weights_N: Tensor) -> Plan:
-        """Of pairs in any order, some of which are not computed; its weights are a leaf."""
+        """Plan of pairs in random order, some of which are not computed; its weights are a leaf."""
         generator = torch.Generator().manual_seed(1)
         num_experts, num_pairs = len(self.loads), len(weights_N)
         ids_N = torch.arange(num_experts).repeat_interleave(torch.tensor(self.loads))
@@ -220,7 +220,7 @@ def test_any_number_of_threads_gives_the_same_bits(
 @pytest.mark.usefixtures("_num_threads")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", ["tails", "few rows"])
-def test_what_a_call_leaves_in_memory_reaches_no_other(shape: str, dtype: torch.dtype) -> None:
+def test_leftovers_in_memory_do_not_reach_the_next_call(shape: str, dtype: torch.dtype) -> None:
     case = Case(*SHAPES[shape], dtype, {"gated": True})
     given = case.given()
     wanted = derive(native, *given)
@@ -238,7 +238,7 @@ def test_what_a_call_leaves_in_memory_reaches_no_other(shape: str, dtype: torch.
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", ["tails", "few rows"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=str)
-def test_a_token_that_is_no_number_reaches_no_other(
+def test_a_nonfinite_token_changes_no_other_token(
     number: float, shape: str, dtype: torch.dtype
 ) -> None:
     case = Case(*SHAPES[shape], dtype, {"gated": True})
@@ -333,7 +333,7 @@ def test_the_tensors_of_a_plan_need_not_be_contiguous() -> None:
 
 
 @pytest.mark.parametrize("frozen", [(), ("x",), ("up",), NAMES[2:6], NAMES[2:]], ids=str)
-def test_what_is_frozen_costs_no_gradient(frozen: tuple[str, ...]) -> None:
+def test_no_gradient_is_computed_for_frozen_inputs(frozen: tuple[str, ...]) -> None:
     case = Case(*SHAPES["one token"], torch.float32, KINDS["adapted"])
     given = case.given()
     for name, leaf in leaves_of(*given).items():

@@ -103,7 +103,7 @@ def test_top_k_is_that_of_torch(num_tokens: int, num_experts: int, k: int) -> No
     assert torch.equal(ids_TK, scores_TE.topk(k).indices)
 
 
-def test_of_equal_scores_the_first_is_taken_and_nan_is_the_largest() -> None:
+def test_top_k_takes_the_first_of_equal_scores_and_nan_as_the_largest() -> None:
     nan = math.nan
     scores_TE = torch.tensor([[1.0, 2, 2, 1], [0, nan, INF, nan], [-INF, -INF, -INF, -INF]])
     assert top_k(scores_TE, 3).tolist() == [[1, 2, 0], [1, 3, 2], [0, 1, 2]]
@@ -143,7 +143,7 @@ def test_ids_of_another_type_are_sorted_by_torch() -> None:
     assert offsets_E.tolist() == [2, 3]
 
 
-def test_an_id_that_is_no_expert_is_refused() -> None:
+def test_expert_ids_and_k_out_of_range_are_rejected() -> None:
     with pytest.raises(RuntimeError, match="expert ids must be from 0 to 7"):
         sort_by_expert(torch.tensor([3, 8]), 7)
     with pytest.raises(RuntimeError, match="top 6 of 5"):

@@ -162,7 +162,7 @@ def test_detach_cuts_every_tensor_from_the_graph(route_logits: Any) -> None:
 @pytest.mark.parametrize(
     "function", [logit_max, nonfinite_tokens, chosen_experts, coactivation_counts]
 )
-def test_what_is_no_routing_is_refused_by_name(function: Any) -> None:
+def test_functions_reject_values_that_are_not_a_routing(function: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{function.__name__} takes a Routing, but got None, "):
         function(None)
 
@@ -178,7 +178,7 @@ def test_what_is_no_routing_is_refused_by_name(function: Any) -> None:
         (churn, "use chosen_experts(routing)"),
     ],
 )
-def test_a_routing_where_tensors_are_taken_is_refused_by_name(
+def test_functions_of_tensors_reject_a_routing(
     make_routing: Callable[..., Routing], function: Any, advice: str
 ) -> None:
     routing = make_routing([[0]], 2)

@@ -69,7 +69,7 @@ def test_every_measure_is_there_and_nan_where_it_does_not_exist(make_routing: An
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_the_graph_is_kept(route_logits: Any, kind: Callable[[int], Metric]) -> None:
+def test_metrics_keep_no_autograd_graph(route_logits: Any, kind: Callable[[int], Metric]) -> None:
     metric = kind(4)
     metric.update(route_logits(torch.eye(4, requires_grad=True), 2))
     for name, state in metric.metric_state.items():
@@ -120,7 +120,7 @@ def test_a_sequence_of_padding_is_no_sequence(make_routing: Any) -> None:
 # -- scores and logits
 
 
-def test_entropy_of_the_mean_tells_specialists_from_the_undecided(make_routing: Any) -> None:
+def test_entropy_of_the_mean_separates_specialised_from_uniform_routers(make_routing: Any) -> None:
     # Each token is sure of itself, and together they use both experts: 0 and ln 2.
     sure = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     values = measure(2, make_routing([[0], [1]], 2, scores_TE=sure))
@@ -136,7 +136,7 @@ def test_a_token_that_no_expert_scores_is_in_no_mean_distribution(make_routing: 
     assert values["entropy_of_mean"].item() == pytest.approx(math.log(2))
 
 
-def test_what_the_scores_say_is_of_real_tokens_and_normalised(make_routing: Any) -> None:
+def test_score_metrics_normalise_scores_and_ignore_padding(make_routing: Any) -> None:
     # 0.6, 0.2, 0.2 once it sums to 1; the second token is padding.
     scores = torch.tensor([[1.2, 0.4, 0.4], [0.0, 9.0, 0.0]])
     mask = torch.tensor([True, False])

@@ -34,7 +34,7 @@ ALL = [*LAYER_METRICS.values(), *RUN_METRICS.values()]
 
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.key)
-def test_an_entry_says_all_that_readers_need(metric: Metric) -> None:
+def test_every_metric_entry_is_complete(metric: Metric) -> None:
     table = RUN_METRICS if metric.rows else LAYER_METRICS
     assert table[metric.key] is metric
     assert all((metric.title, metric.formula, metric.healthy))
@@ -100,7 +100,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = metrics.maxvio
 
 
-def test_without_torchmetrics_the_functions_work_and_the_classes_say_what_they_need(
+def test_functions_work_without_torchmetrics_and_classes_name_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A None in the place of a module stops every import of it.
@@ -149,7 +149,7 @@ def test_loss_and_bits(
     assert values["bits_per_byte"].item() == pytest.approx(bits, abs=1e-6)
 
 
-def test_sums_keep_their_digits_in_a_model_that_is_converted() -> None:
+def test_sums_stay_float64_in_a_converted_model() -> None:
     # bfloat16 has eight bits: 257 would be 256.
     model = torch.nn.ModuleDict({"metrics": LanguageMetrics()}).to(torch.bfloat16)
     metrics = model["metrics"]
@@ -191,7 +191,7 @@ def test_counting_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert unigram_loss(train, targets, vocab_size=50) == whole
 
 
-def test_of_many_tokens_chunks_that_lie_evenly_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evenly_spaced_chunks_represent_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     train, targets = random.integers(0, 50, 1000), random.integers(0, 50, 20)
     chunks = np.concatenate([train[start : start + 30] for start in (0, 250, 500, 750)])

@@ -91,7 +91,7 @@ def test_attention_equals_the_loops(
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("window", [1, 3, 6, 9])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both sides"])
-def test_windows_and_sinks_equal_the_loops_and_cost_what_is_counted(
+def test_windows_and_sinks_match_the_loops_and_the_counted_flops(
     window: int, causal: bool, sinks: bool
 ) -> None:
     module = attention(num_heads=4, num_kv_heads=2, window=window, causal=causal, sinks=sinks)

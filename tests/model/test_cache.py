@@ -203,7 +203,7 @@ def test_a_pass_that_fails_adds_nothing_to_the_history(monkeypatch: pytest.Monke
     torch.testing.assert_close(got[0, -1], model(ids).logits[0, -1], rtol=0, atol=1e-5)
 
 
-def test_a_module_that_is_run_twice_in_a_pass_has_two_histories() -> None:
+def test_a_module_run_twice_in_a_pass_has_two_histories() -> None:
     cache, owner, other = KVCache(1, 1, capacity=9), nn.Identity(), nn.Identity()
     (layer,), ids = cache.layers, token_ids(1, 2)
     seen: list[list[float]] = []
@@ -251,7 +251,7 @@ def test_blocks_that_look_at_other_tokens_are_recomputed(ffn: dict[str, Any], wh
     assert [ids.tolist() for ids in got] == [greedy(model, prompt, 4) for prompt in prompts]
 
 
-def test_a_token_at_a_time_is_all_that_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_computes_one_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shapes = decoder(), []
     forward = model.layers[0].forward
 
@@ -332,7 +332,7 @@ REPLAYED = {
 
 
 @pytest.mark.parametrize("router", REPLAYED.values(), ids=REPLAYED)
-def test_recorded_experts_give_the_run_again_and_others_another(router: dict[str, Any]) -> None:
+def test_recorded_experts_can_be_replayed(router: dict[str, Any]) -> None:
     model = decoder(ffn={"type": "moe", "num_experts": 4, "router": router}).float()
     ids = token_ids(2, 8)
     output = model(ids)

@@ -1,4 +1,4 @@
-"""Which block stands in which layer, and what a causal decoder refuses."""
+"""The block of each layer, and the blocks that a causal decoder rejects."""
 
 from __future__ import annotations
 

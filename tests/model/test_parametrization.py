@@ -368,7 +368,7 @@ def test_an_exported_model_computes_the_same(tmp_path: Path) -> None:
         assert torch.equal(load_pretrained(tmp_path / "own")(ids).logits, model(ids).logits)
 
 
-def test_other_blocks_are_planned_and_given_to_a_model_whose_base_has_not_got_them() -> None:
+def test_blocks_that_the_base_lacks_can_be_planned_and_initialised() -> None:
     base = {"d_model": 16, "ffn.num_experts": 2}
     own = config(
         model__ffn={**MOE, "experts": "swiglu"},
@@ -491,6 +491,6 @@ REFUSED = """
 
 
 @pytest.mark.parametrize(("options", "message"), answers(REFUSED))
-def test_what_has_no_rule_is_refused_by_path(options: str, message: str) -> None:
+def test_options_without_a_scaling_rule_are_rejected_by_path(options: str, message: str) -> None:
     given = {"model.parametrization": COMPLETEP, **yaml.safe_load(options)}
     refuses(lambda: config(**given), message)

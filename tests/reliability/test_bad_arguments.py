@@ -88,7 +88,7 @@ REPEATED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize(("argv", "shown"), cases(REPEATED, quick=2))
-def test_an_odd_argument_that_is_right(argv: tuple[str, ...], shown: str) -> None:
+def test_odd_but_valid_arguments_are_accepted(argv: tuple[str, ...], shown: str) -> None:
     assert shown in check_answer("train", *argv, "--print-config", named=None).stdout
 
 

@@ -228,7 +228,7 @@ RIGHT: dict[str, tuple[bytes, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("content", "expected"), cases(RIGHT, quick=3))
-def test_what_looks_odd_and_is_right(
+def test_odd_but_valid_config_files_are_accepted(
     tmp_path: Path, content: bytes, expected: dict[str, Any]
 ) -> None:
     (tmp_path / "mine.yaml").write_bytes(content)

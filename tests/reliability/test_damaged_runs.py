@@ -205,7 +205,7 @@ def test_a_run_without_checkpoints_restarts_and_ends_the_same(tmp_path: Path) ->
 # -- disks without room for a checkpoint
 
 
-def test_a_run_on_a_disk_without_room_says_how_to_resume(
+def test_a_run_on_a_full_disk_explains_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(values: dict[str, Any], path: Path) -> None:

@@ -36,8 +36,9 @@ ALONE = ("unshare", "-rm", "sh", "-c")
 
 
 def mounting(folder: object, size: str) -> str:
-    """The command that mounts an empty disk of this size at `folder`; the test is skipped, and says why,
-    where this machine does not permit it.
+    """The command that mounts an empty disk of this size at `folder`.
+
+    Where this machine does not permit it, the test is skipped with the reason.
     """
     command = f"mount -t tmpfs -o size={size} none '{folder}'"
     try:
@@ -96,7 +97,7 @@ def disturb(folder: Path, disturbance: str, size: str | None = None) -> tuple[Fi
         ("failing", None, "Input/output error"),
     ],
 )
-def test_a_disk_that_is_good_again_has_all_of_it(
+def test_a_run_is_complete_once_its_disk_works_again(
     tmp_path: Path, disturbance: str, size: str | None, why: str
 ) -> None:
     done, left = disturb(tmp_path, disturbance, size)
@@ -110,7 +111,7 @@ def test_a_disk_that_is_good_again_has_all_of_it(
 @pytest.mark.parametrize(
     ("disturbance", "why"), [("full to the end", FULL), ("read-only to the end", READ_ONLY)]
 )
-def test_what_is_left_on_a_bad_disk_goes_on_in_a_good_place(
+def test_a_run_left_on_a_bad_disk_can_be_resumed(
     tmp_path: Path, disturbance: str, why: str
 ) -> None:
     done, left = disturb(tmp_path, disturbance, "16m")

@@ -97,7 +97,7 @@ def test_variables_of_a_launcher_under_which_processes_never_meet_are_rejected(
 
 
 @pytest.mark.parametrize("row", [0, 7], ids=["before lightning", "after"])
-def test_a_run_is_not_begun_under_such_variables(
+def test_rejected_variables_stop_a_run_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
 ) -> None:
     variables, _, said = REJECTED[row]
@@ -285,7 +285,7 @@ def test_two_processes_of_torchrun_train_one_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_waits_for_others_can_be_ended(tmp_path: Path, number: int) -> None:
+def test_a_process_waiting_for_other_ranks_can_be_stopped(tmp_path: Path, number: int) -> None:
     """Rank 1 is started by hand, and rank 0 never comes."""
     variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **MEETING}
     process = start(*options(tmp_path, trainer__devices="2", **SHORT), **variables)

@@ -143,7 +143,7 @@ def test_links_to_runs_and_their_folders_are_followed(tmp_path: Path) -> None:
     assert (tmp_path / "metrics").read_text() == rows
 
 
-def test_checkpoints_on_a_disk_that_is_not_mounted_are_named(tmp_path: Path) -> None:
+def test_checkpoints_on_an_unmounted_disk_are_named(tmp_path: Path) -> None:
     run = finished_copy(tmp_path)
     (run / CHECKPOINTS_FOLDER).rename(tmp_path / "other-disk")
     (run / CHECKPOINTS_FOLDER).symlink_to(tmp_path / "unmounted")

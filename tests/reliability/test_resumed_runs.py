@@ -66,7 +66,7 @@ QUICK = [
 @pytest.mark.parametrize(
     ("model", "precision", "accumulate", "dropout", "cut"), cases(every_cut(), QUICK)
 )
-def test_a_run_that_is_cut(
+def test_a_killed_run_resumes_to_the_same_result(
     tmp_path: Path, model: str, precision: str, accumulate: int, dropout: str, cut: Cut
 ) -> None:
     changes = changes_of(model, precision, accumulate, dropout)
@@ -127,7 +127,7 @@ ENDS: dict[str, tuple[dict[str, str], Cut, int]] = {
 
 
 @pytest.mark.parametrize(("changes", "cut", "last_step"), cases(ENDS, list(ENDS)[:1]))
-def test_a_run_that_is_cut_at_its_end(
+def test_a_run_killed_at_its_end_resumes_to_the_same_result(
     tmp_path: Path, changes: dict[str, str], cut: Cut, last_step: int
 ) -> None:
     train(*options(tmp_path, run__name="whole", **changes))

@@ -118,7 +118,7 @@ def colours() -> Iterator[dict[str, str]]:
     return (media[""] | found for found in media.values())
 
 
-def test_texts_and_lines_stand_out_from_what_is_behind_them() -> None:
+def test_texts_and_lines_contrast_with_their_background() -> None:
     texts = itertools.product(("ink", "quiet", "accent", "good", "warn", "bad"), ("paper", "panel"))
     pairs = [*texts, ("on-nothing", "nothing"), ("ink", "busy"), ("ink", "idle")]
     for found in colours():

@@ -83,7 +83,7 @@ def test_a_loss_is_the_mean_of_the_seeds_with_its_interval(
     assert line.name == "gelu 2.1000", "the last value needs no pointer"
 
 
-def test_of_two_seeds_each_is_a_line_and_there_is_no_band() -> None:
+def test_two_seeds_are_lines_without_a_band() -> None:
     results = [make_result(arm, seed, 2 + seed / 10) for arm in "ab" for seed in range(2)]
     results += [make_result("c", seed, 1 + seed) for seed in range(3)]
     found = Comparison.of(results, baseline="a")
@@ -123,12 +123,12 @@ def arms_of(*curves: Curve) -> list[Arm]:
     ],
     ids=["whole", "what both know", "a dot is no curve"],
 )
-def test_a_loss_is_drawn_over_what_every_arm_knows(curves: list[Curve], axes: list[str]) -> None:
+def test_a_loss_is_drawn_over_axes_that_every_arm_has(curves: list[Curve], axes: list[str]) -> None:
     assert axes_of(arms_of(*curves), "validation") == axes
     assert axes_of(arms_of(*curves), "train") == []
 
 
-def test_what_is_not_finite_is_a_gap_and_what_is_not_known_is_said() -> None:
+def test_nonfinite_values_are_gaps_and_missing_ones_raise() -> None:
     both = arms_of(WHOLE, OF_STEPS)
     assert list(drawn(figures.losses(both, "steps"))["b"].y) == [3.0]
     with pytest.raises(NotMeasuredError, match="no arm has a training loss over seconds"):
@@ -138,7 +138,7 @@ def test_what_is_not_finite_is_a_gap_and_what_is_not_known_is_said() -> None:
         figures.differences(alone)
 
 
-def test_the_frontier_joins_what_nothing_beats_in_loss_and_cost(comparison: Comparison) -> None:
+def test_the_frontier_joins_the_pareto_optimal_arms(comparison: Comparison) -> None:
     figure = figures.frontier(comparison, "FLOPs")
     points = drawn(figure)
     gelu, swiglu = comparison.arms[0], comparison.arms[1]
@@ -206,7 +206,7 @@ def test_every_plot_has_axes_with_titles_a_legend_or_colour_bar_and_values_on_ho
                 assert trace["name"]
 
 
-def test_loss_is_drawn_beside_those_of_models_that_count(page: Written) -> None:
+def test_loss_is_drawn_with_those_of_ngram_models(page: Written) -> None:
     traces = page.traces("Loss")
 
     assert list(traces) == ["training", "validation", "unigram model", "5-gram model"]
@@ -220,7 +220,7 @@ def test_loss_is_drawn_beside_those_of_models_that_count(page: Written) -> None:
     assert traces["unigram model"]["x"] == [10, 600], "from the first row to the last"
 
 
-def test_what_another_plot_says_is_not_drawn_again(folder: Path, page: Written) -> None:
+def test_redundant_metrics_have_no_plot(folder: Path, page: Written) -> None:
     """The objective lies on the loss, bits per byte are the loss, a balancing loss is of the whole model."""
     again = {"Objective", "Bits per byte", "Variation of the load", "Entropy of the mean"}
     again |= {"Load-balancing loss", "Router z-loss", "Tokens read"}
@@ -251,8 +251,8 @@ def test_units_notes_and_the_place_of_expert_0(page: Written) -> None:
     assert [f["layout"]["yaxis"]["autorange"] for f in drawn] == ["reversed"] * 8
 
 
-def test_a_single_validation_stands_on_an_axis_that_begins_at_0(tmp_path: Path) -> None:
-    """Of one point plotly makes an axis from 99 to 101."""
+def test_the_axis_of_a_single_validation_begins_at_0(tmp_path: Path) -> None:
+    """Plotly's own axis of one point runs from 99 to 101."""
     write_metrics(tmp_path / "metrics.jsonl", [{"step": 100, "validation/loss": 2.0}])
     (figure,) = Written(tmp_path).figures["Loss"]
     assert figure["data"][0]["x"] == [100]
@@ -318,7 +318,7 @@ def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
     assert len(page.figures) < 30
 
 
-def test_a_long_run_stays_light_and_says_that_it_was_averaged(tmp_path: Path) -> None:
+def test_a_long_run_is_averaged_to_a_small_page(tmp_path: Path) -> None:
     page = Written(write_run(tmp_path / "long", layers=1, experts=16, rows=1500))
     assert len(page.traces("Loss")["training"]["x"]) == 500
     assert "Each point is the mean of about 3 rows." in page.text
@@ -326,7 +326,7 @@ def test_a_long_run_stays_light_and_says_that_it_was_averaged(tmp_path: Path) ->
     assert page.size_of_data < 500_000
 
 
-def test_a_run_that_diverged_has_gaps_and_says_so(tmp_path: Path) -> None:
+def test_a_diverged_run_has_gaps_and_a_note(tmp_path: Path) -> None:
     rows = [{"step": step, "train/loss": 1.0 if step < 3 else math.nan} for step in range(1, 6)]
     write_metrics(tmp_path / "metrics.jsonl", [*rows, {"step": 6, "validation/loss": math.nan}])
     page = Written(tmp_path)
@@ -335,7 +335,7 @@ def test_a_run_that_diverged_has_gaps_and_says_so(tmp_path: Path) -> None:
     assert "validation loss NaN nats per token" in page.text
 
 
-def test_of_many_large_matrices_of_co_activation_some_are_shown(tmp_path: Path) -> None:
+def test_only_some_of_many_co_activation_matrices_are_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", layers=3, experts=4, rows=20)
     large = [[0.25] * 300] * 300
     layers = [f"layer_{layer:02d}" for layer in range(3)]

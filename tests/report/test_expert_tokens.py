@@ -1,4 +1,4 @@
-"""What each expert takes, held to a routed text made by hand, and of a run that was trained."""
+"""Tokens of each expert, tested on a hand-made routed text and on a trained run."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: 
         (lambda _, dense: figures.overlay_measure({"a": [dense]}, "churn"), "no run has 'Churn'"),
     ],
 )
-def test_what_was_not_measured_is_said(
+def test_figures_without_measurements_raise_not_measured(
     run: Run, dense: Run, draw: Callable[[Run, Run], Any], said: str
 ) -> None:
     with pytest.raises(NotMeasuredError, match=said):

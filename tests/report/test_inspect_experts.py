@@ -1,4 +1,4 @@
-"""What experts take, and what routing goes by, where the answer is known beforehand."""
+"""Tokens of experts and the features that routing follows, on examples with a known answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_mutual_information_by_hand() -> None:
     assert mutual_information(np.array([], dtype=int), np.array([], dtype=int)) == 0
 
 
-def test_what_is_drawn_at_random_agrees_about_as_much_as_chance() -> None:
+def test_random_labels_agree_as_much_as_chance() -> None:
     random = np.random.default_rng(0)
     labels = random.integers(0, 200, 4000)
     found = agreement(random.integers(0, 8, 4000), labels)

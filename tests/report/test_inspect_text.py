@@ -122,7 +122,7 @@ def test_byte_classes() -> None:
     ]
 
 
-def test_of_a_longer_token_the_first_byte_that_is_no_space_decides() -> None:
+def test_the_first_nonspace_byte_decides_the_class_of_a_token() -> None:
     bpe = train_bpe([b" def def def def  def 12 12 12 12"] * 50, 512)
     ids = np.append(bpe.encode(b"x def 12"), bpe.end_of_document)
     text = text_of_tokens(ids, bpe, 100, 100)
@@ -174,14 +174,14 @@ def test_syntax_counts_bytes_where_characters_are_longer() -> None:
         b"a\rb\r\nc",
     ],
 )
-def test_what_is_no_python_is_unknown_from_there_on(source: bytes) -> None:
+def test_syntax_is_unknown_after_invalid_python(source: bytes) -> None:
     found = syntax_of(source)
     assert len(found) == len(source)
     if source.startswith(b"x"):
         assert SYNTAX_CLASSES[found[0]] == "name"
 
 
-def test_another_text_has_no_syntax_and_says_why() -> None:
+def test_a_text_without_syntax_keeps_the_reason() -> None:
     text = read(b"Once upon a time.", no_syntax="this is prose")
     assert text.syntax_T is None
     assert text.no_syntax == "this is prose"

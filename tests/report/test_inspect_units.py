@@ -116,7 +116,7 @@ def test_the_chance_of_an_expert_s_units_is_that_of_the_expert_s_own_tokens() ->
     assert units.chance["token"] == pytest.approx(of_second.mean())
 
 
-def test_a_gated_unit_that_is_large_below_zero_promotes_the_opposite_of_its_value() -> None:
+def test_a_large_negative_gated_unit_promotes_the_opposite_of_its_value() -> None:
     decoder = decoder_of({"type": "swiglu", "d_ff": 2}, LETTERS)
     ffn: Any = decoder.layers[0].ffn
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_a_unit_that_answers_to_a_position_is_found_as_such() -> None:
 
 
 def test_a_unit_that_answers_to_a_position_in_the_line() -> None:
-    """From inputs set by hand: the third of each line, whose letters and positions differ."""
+    """Inputs set by hand: the third token of each line, whose letters and positions differ."""
     lines = b"".join(bytes([97 + i % 5]) * (4 + i % 7) + b"\n" for i in range(400))
     text = text_of_tokens(BYTES.encode(lines).numpy(), BYTES, 64, 2000)
     (thirds,) = np.nonzero(text.column_T == 2)

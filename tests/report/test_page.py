@@ -1,4 +1,4 @@
-"""What the page of a run says, read as text; a metric that somebody adds to the table is everywhere."""
+"""The page of a run, read as text; a metric added to the table appears everywhere."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_head_of_a_page(folder: Path, page: Written) -> None:
         (90_000, "25 h 0 min"),
     ],
 )
-def test_a_duration_is_said_in_two_units(seconds: float | None, said: str) -> None:
+def test_durations_are_given_in_two_units(seconds: float | None, said: str) -> None:
     assert duration(seconds) == said
 
 
@@ -99,7 +99,7 @@ def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) 
     assert "dead experts need" not in without_plots(short).text
 
 
-def test_what_is_red_in_the_table_of_health_is_said_above(tmp_path: Path) -> None:
+def test_red_cells_of_the_health_table_are_listed_above(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", layers=3)
     rows = run / "metrics.jsonl"
     table = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -127,7 +127,7 @@ def test_what_is_red_in_the_table_of_health_is_said_above(tmp_path: Path) -> Non
         (None, "The validation loss is not a finite number: training has diverged."),
     ],
 )
-def test_a_loss_that_gives_concern_is_said(tmp_path: Path, loss: float | None, said: str) -> None:
+def test_a_worrying_loss_has_a_warning(tmp_path: Path, loss: float | None, said: str) -> None:
     moe = write_run(tmp_path / "moe", layers=1)
     change(moe / "summary.json", validation_loss=loss, unigram_loss=2.0)
     page = without_plots(moe)
@@ -203,7 +203,7 @@ def test_a_nan_in_the_results_is_a_dash(moe: Path) -> None:
     assert list(page.traces("Loss")) == ["training", "validation"]
 
 
-def test_nothing_that_a_run_says_is_markup(tmp_path: Path) -> None:
+def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
     """Each value of the config in turn, and every name in the results."""
     moe = write_run(tmp_path / "runs" / "moe", layers=1, rows=10)
     evil = "<script>alert(1)</script>"
@@ -266,7 +266,7 @@ def test_the_samples_are_in_order_with_the_prompt_in_bold(moe: Path) -> None:
     assert places == sorted(places)
 
 
-def test_of_many_samples_some_are_shown(moe: Path) -> None:
+def test_only_some_of_many_samples_are_shown(moe: Path) -> None:
     lines = [{"step": step, "prompt": "", "text": "x"} for step in range(400)]
     (moe / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = without_plots(moe)
@@ -302,7 +302,7 @@ def test_a_dense_run_has_no_word_of_routing(tmp_path: Path) -> None:
     assert list(page.figures) == ["Loss", "Gradient norm", "Throughput", "Learning rate"]
 
 
-def test_a_run_that_has_only_begun_says_so(tmp_path: Path) -> None:
+def test_the_page_of_a_run_without_rows_shows_that_it_waits(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("trainer: {max_steps: 5}\n")
     page = Written(tmp_path)
     assert "waiting for the first row , step 0 of 5" in page.text

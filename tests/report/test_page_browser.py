@@ -249,9 +249,7 @@ def test_losses_are_looked_at_over_flops(overlay: Opened) -> None:
 
 
 @pytest.mark.slow
-def test_a_page_that_is_followed_stays_where_the_reader_was(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_a_reloading_page_keeps_its_scroll_position(browser: Browser, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", layers=8, experts=4, rows=40, is_finished=False)
     output = tmp_path / "report.html"
     write_report([run], output, reload_every=1)

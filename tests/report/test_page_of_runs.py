@@ -47,7 +47,7 @@ def page(study: list[Path]) -> Written:
 
 
 def names_in(page: Written, title: str) -> set[str]:
-    """Of the lines of a plot with a choice, in the first of its figures."""
+    """Names of the lines in the first figure of a plot with a choice."""
     return {trace["meta"]["name"] for trace in page.figures[title][0]["data"]}
 
 
@@ -84,7 +84,7 @@ def test_a_loss_is_drawn_over_tokens_flops_seconds_and_steps(page: Written) -> N
     assert axes == [*first, "optimizer steps"]
 
 
-def test_the_page_of_results_alone_says_the_same(
+def test_a_page_made_from_results_alone_has_the_same_content(
     study: list[Path], page: Written, tmp_path: Path
 ) -> None:
     gathered = gather(study)
@@ -116,7 +116,7 @@ def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) ->
     assert '<a href="runs/a%231/report.html">a#1</a>' in whole
 
 
-def test_of_several_runs_those_that_give_concern_are_named(moe: Path, tmp_path: Path) -> None:
+def test_runs_with_problems_are_named(moe: Path, tmp_path: Path) -> None:
     change(moe / "summary.json", unigram_loss=0.5)
     page = without_plots(moe, write_run(tmp_path / "runs" / "fine", layers=1))
     assert "moe: The model is worse than the unigram model" in page.text
@@ -144,7 +144,7 @@ def test_each_run_has_its_progress_alarms_and_parameters(tmp_path: Path) -> None
     assert "2 alarms collapse wide, step 300" in page.text
 
 
-def test_a_run_that_goes_on_is_drawn_beside_those_that_are_compared(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_drawn_but_not_compared(tmp_path: Path) -> None:
     ended = [write_run(tmp_path / name, experts=n) for name, n in (("a", 4), ("b", 0))]
     runs = [*ended, write_run(tmp_path / "c", experts=2, is_finished=False)]
     page = Written(*runs)
@@ -252,7 +252,7 @@ def test_every_line_runs_over_the_optimizer_step_unsmoothed_with_titled_axes(
         assert plot["smoothingType"] == "none"
 
 
-def test_every_metric_of_a_layer_is_in_one_panel_of_its_own_whatever_the_depth(
+def test_each_metric_has_one_panel_for_all_layers(
     drawn: Drawn,
 ) -> None:
     for layer, key in product(LAYERS, OF_A_LAYER):
@@ -261,7 +261,7 @@ def test_every_metric_of_a_layer_is_in_one_panel_of_its_own_whatever_the_depth(
     assert len(set(titles)) == len(OF_A_LAYER)
 
 
-def test_validation_is_drawn_beside_training(drawn: Drawn) -> None:
+def test_validation_is_drawn_with_training(drawn: Drawn) -> None:
     assert drawn("train/loss") == drawn("validation/loss") == ["Loss"]
     for key in ("max_violation", "dropped_fraction", "entropy"):
         (training,) = drawn(f"routing/layer_00/{key}")

@@ -86,7 +86,7 @@ WEIGHTS = "begin with the same weights outside their feed-forward blocks"
         ("data.batch_size", 3, WEIGHTS),
     ],
 )
-def test_the_page_says_what_the_runs_of_a_seed_share(option: str, value: Any, shared: str) -> None:
+def test_the_page_lists_what_runs_of_a_seed_share(option: str, value: Any, shared: str) -> None:
     results = [make_result("gelu", 0, 2.0), make_result("swiglu", 0, options={option: value})]
     design = page_of(GATING, results)["Design"]
     assert design.rstrip().endswith(f"times as many. Within a seed all arms {shared}.")
@@ -102,7 +102,7 @@ def page(results: list[RunResult]) -> StudyPage:
     return study_page(study(GATING), results)
 
 
-def test_the_page_has_what_was_asked_how_and_what_came_of_it(page: StudyPage) -> None:
+def test_the_page_has_question_design_and_result(page: StudyPage) -> None:
     found = sections(page)
     titles = ["What would change our mind", "What this does not show", "How it was made"]
     assert list(found) == ["", "Design", "Result", *titles]
@@ -127,7 +127,7 @@ def test_the_page_has_what_was_asked_how_and_what_came_of_it(page: StudyPage) ->
     assert page.summary == f"| [Do gates beat activations?](gating.md) | {verdict[1]} |"
 
 
-def test_an_answer_stands_first_and_results_of_other_arms_are_no_part(
+def test_the_answer_comes_first_and_results_of_other_arms_are_ignored(
     results: list[RunResult],
 ) -> None:
     with_another = [*results, make_result("relu", 0)]
@@ -141,7 +141,7 @@ def test_an_answer_stands_first_and_results_of_other_arms_are_no_part(
     assert "swiglu: one run with one seed" in begun["Result"]
 
 
-def test_one_arm_says_what_its_scatter_means_for_other_studies() -> None:
+def test_one_arm_gives_the_differences_that_seeds_can_detect() -> None:
     noise = study("name: noise\nquestion: How far apart?\narms: {swiglu: }")
     page = study_page(noise, [make_result("swiglu", seed, 2 + 0.01 * seed) for seed in range(5)])
     # The standard deviation of 0 to 4 is 1.5811; of two unpaired arms sqrt(2) times as much.
@@ -211,7 +211,7 @@ def test_sizes_within_a_power_of_two_are_the_ticks() -> None:
     assert ticks.ticktext == ("182.14 k", "198.27 k", "230.53 k")
 
 
-def test_tuning_says_where_the_optimum_lies_and_if_it_is_at_an_end(
+def test_tuning_shows_the_optimum_and_warns_at_the_edge_of_the_grid(
     results: list[RunResult],
 ) -> None:
     text = GATING + "tuning: {grid: {optimizer.learning_rate: [0.001, 0.002, 0.004]}, seeds: [0]}"
@@ -239,7 +239,7 @@ def sized(arm: str, seed: int, loss: float, *, active: int, tokens: int) -> RunR
     return run.model_copy(update={"budget": Budget(cost, ffn, tokens)})
 
 
-def test_isoflop_has_a_best_size_at_each_budget_or_says_why_none() -> None:
+def test_isoflop_gives_a_best_size_for_each_budget_or_a_reason() -> None:
     results: list[RunResult] = []
     for arm, best in (("dense", 1.0), ("sparse", 100.0)):
         for budget in (1, 4):
@@ -289,7 +289,7 @@ def test_granularity_has_a_best_value_or_none(best: float, says: str) -> None:
     assert "`L = E + A / G^alpha`" in found
 
 
-def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:
+def test_an_effect_of_the_seed_on_all_arms_widens_no_interval_of_a_fit() -> None:
     def best(shift: float) -> str:
         def loss(g: int, seed: int) -> float:
             return 2 + 0.05 * math.log(g / 3) ** 2 + 0.001 * ((seed * g) % 3) + shift * seed
@@ -303,7 +303,7 @@ def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:
     assert "[" in found
 
 
-def test_a_fit_without_enough_runs_says_so_on_the_page(results: list[RunResult]) -> None:
+def test_a_fit_with_too_few_runs_is_explained_on_the_page(results: list[RunResult]) -> None:
     found = page_of(GATING + "fit: [clark, granularity, leverage, isoflop]", results)
     refused = "no fit; 6 runs at 1 sizes cannot determine 4 parameters"
     assert refused in found["Scaling with experts"]
@@ -380,7 +380,7 @@ def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
         study_page(study(GATING + "figures: [axis.svg]"), results)
 
 
-def test_what_a_seed_does_is_taken_off_and_the_scatter_kept() -> None:
+def test_removing_the_effect_of_the_seed_keeps_the_scatter() -> None:
     random_ = random.Random(0)
     rows = [[random_.gauss(0, 1) + 5 * seed for seed in range(150)] for _ in range(3)]
     run, results = make_result("a"), list[RunResult]()

@@ -128,7 +128,7 @@ def test_an_unmeasured_load_is_neither_used_nor_unused() -> None:
     assert "-" in loads(*[nan] * 32).splitlines()[1]
 
 
-def test_of_unused_experts_the_first_are_named() -> None:
+def test_the_first_unused_experts_are_named() -> None:
     many = [0.0] * 64
     many[3], many[6] = 0.5, 0.5
 
@@ -172,7 +172,7 @@ def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> st
     return console.export_text()
 
 
-def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path) -> None:
+def test_a_run_worse_than_the_unigram_model_is_reported(tmp_path: Path) -> None:
     said = (
         "\nworse than the unigram model, which only counts tokens: the run is too short or broken\n"
     )
@@ -182,7 +182,7 @@ def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path) -> None:
     assert "training has diverged" in shown(tmp_path, validation_loss=math.nan)
 
 
-def test_what_could_not_be_judged_is_said(tmp_path: Path) -> None:
+def test_rules_that_need_more_steps_are_listed(tmp_path: Path) -> None:
     too_short = "collapse, dropped pairs and dead experts need 50 steps, this run has 30"
     assert f"\nnot judged yet: {too_short}\n" in shown(tmp_path, not_judged=[too_short])
     assert "not judged" not in shown(tmp_path)

@@ -1,4 +1,4 @@
-"""What is said of each token, held to routings made by hand."""
+"""The trace of each token, compared with hand-made routings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def routing(
     dropped: list[int] | None = None,
     not_chosen: list[int] | None = None,
 ) -> Routing:
-    """Of (token, expert, weight); `dropped` and `not_chosen` are places in the list."""
+    """Routing of (token, expert, weight) pairs; `dropped` and `not_chosen` are indices into `pairs`."""
     places = range(len(pairs))
     routing = Routing(
         token_indices_N=torch.tensor([token for token, _, _ in pairs], dtype=torch.int64),

@@ -69,7 +69,7 @@ def test_narrow_logits_are_balanced_in_float32(dtype: torch.dtype, autocast: boo
     torch.testing.assert_close(columns, torch.full_like(columns, 64.0), rtol=1e-3, atol=0)
 
 
-def test_the_router_balances_as_finely_as_its_config_says() -> None:
+def test_sinkhorn_uses_the_tolerance_and_iterations_of_its_config() -> None:
     logits = random_logits(2000, 8) + torch.arange(8)
     for tolerance, max_iterations in ((1e-1, 100), (1e-6, 100), (1e-6, 2)):
         config = SinkhornRouterConfig(tolerance=tolerance, max_iterations=max_iterations)

@@ -212,7 +212,7 @@ def test_at_random_evaluation_goes_by_position() -> None:
 
 
 @pytest.mark.parametrize("drop", DROP_POLICIES)
-def test_a_policy_is_causal_exactly_where_its_config_says(drop: str) -> None:
+def test_drop_policies_are_causal_exactly_if_their_config_claims_it(drop: str) -> None:
     config = {"type": "moe", "num_experts": 4, "capacity": {"factor": 0.5, "drop": drop}}
     layer = build_ffn(config, d_model=8).double()
     torch.manual_seed(1)

@@ -124,7 +124,7 @@ def test_each_option_equals_a_loop_in_plain_python(options: dict[str, Any]) -> N
     assert config.num_params(E, E) == sum(p.numel() for p in router.parameters())
 
 
-def test_a_table_gives_a_token_the_same_experts_whatever_it_holds() -> None:
+def test_a_token_table_routes_by_token_id_alone() -> None:
     router = identity_router(RouterConfig.model_validate(OPTIONS["table"]), E)
     ids = torch.tensor([4, 4, 7])
     routing = router(torch.randn(3, E), TokenContext(token_ids=ids))

@@ -218,7 +218,7 @@ def test_no_smaller_set_of_experts_reaches_p(p: float) -> None:
     assert len(sizes) > 1
 
 
-def test_a_probability_that_is_exactly_p_is_enough() -> None:
+def test_a_probability_of_exactly_p_is_enough() -> None:
     # exp(0) / 2 and sums of quarters are exact in binary.
     assert experts_of(route(TopPRouterConfig(p=0.5), torch.zeros(1, 2))) == [[0]]
     (experts,) = experts_of(route(TopPRouterConfig(p=0.75), torch.zeros(1, 4)))

@@ -49,15 +49,13 @@ def test_a_bad_config_file_is_refused_by_its_name(
     assert re.match(re.escape(f"--config {path}: ") + answer, said), said
 
 
-def test_a_config_file_that_is_missing_or_a_folder_is_refused(
-    refuse: Refuse, tmp_path: Path
-) -> None:
+def test_a_missing_config_file_or_a_folder_is_rejected(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert refuse("--config", "no.yaml") == "--config no.yaml: No such file or directory"
     assert refuse("--config", "folder") == "--config folder: Is a directory"
 
 
-def test_of_many_mistakes_six_lines_are_said(refuse: Refuse, tmp_path: Path) -> None:
+def test_many_mistakes_are_cut_to_six_lines(refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("".join(f"k{number}: 1\n" for number in range(9)))
     said = refuse("--config", "mine.yaml", lines=6).splitlines()
     assert [line.partition(":")[0] for line in said[:5]] == ["k0", "k1", "k2", "k3", "k4"]
@@ -72,7 +70,7 @@ def test_a_line_break_in_a_key_makes_no_second_line(refuse: Refuse, tmp_path: Pa
 # -- a class of one's own
 
 
-def test_whose_code_is_run_is_said_before_it_is(
+def test_running_custom_code_is_announced_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "own.py"
@@ -173,7 +171,7 @@ def test_a_damaged_file_of_a_run_is_named(
     assert str(refused.value) == answer.format(path=run / name, run=run)
 
 
-def test_the_best_weights_are_taken_though_others_are_newer(moe_run: Any, tmp_path: Path) -> None:
+def test_the_best_weights_are_preferred_to_the_newest(moe_run: Any, tmp_path: Path) -> None:
     run = shutil.copytree(moe_run.folder, tmp_path / "run")
     newest = run / "checkpoints" / "step_00000006.ckpt"
     values = read_checkpoint(newest)
@@ -233,7 +231,7 @@ def test_a_run_is_held_by_one_process(tmp_path: Path) -> None:
     assert is_training(tmp_path) is False
 
 
-def test_of_another_machine_nothing_is_known(
+def test_is_training_is_unknown_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with locked(tmp_path):
@@ -277,7 +275,7 @@ def test_the_name_of_the_machine_replaces_that_of_another(tmp_path: Path) -> Non
         assert pool.apply(is_training, [tmp_path])
 
 
-def test_a_reader_that_only_asks_keeps_nobody_out(
+def test_checking_the_lock_does_not_block_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the lock for a moment."""

@@ -1,4 +1,4 @@
-"""Code from outside the package: what a run keeps of it, and whose a run's folder may run."""
+"""Custom code: the copies that a run keeps, and the permission to run the code of a run folder."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _trusts_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A block in a file of one's own, different in every test: a process runs the same code once."""
+    """A custom block in a file that differs in every test, because a process runs the same code once."""
     path = tmp_path / "own.py"
     path.write_text(OWN % f"# {tmp_path}")
     return path
@@ -104,7 +104,7 @@ def test_text_that_looks_like_a_path_to_a_class_stays_text(tmp_path: Path) -> No
     assert type(config.sample.prompt) is str
 
 
-def test_a_file_that_is_not_there_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_a_missing_custom_file_is_reported_with_the_searched_folder(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/mine.yaml").write_text("model: {ffn: 'none.py:Own'}")
 
@@ -186,7 +186,7 @@ def test_a_config_of_this_package_alone_keeps_no_code() -> None:
     assert portable_options(TrainConfig()) == TrainConfig().to_dict()
 
 
-def test_a_module_that_is_named_is_recorded_without_a_copy(
+def test_an_importable_module_is_recorded_without_a_copy(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -202,15 +202,13 @@ def test_a_module_that_is_named_is_recorded_without_a_copy(
     assert portable_options(config)["model"]["ffn_at"]["0"]["type"] == "named_module:Own"
 
 
-def test_a_file_that_is_not_utf_8_is_refused_before_a_run_is_made(own: Path) -> None:
+def test_custom_code_that_is_not_utf_8_is_rejected_before_a_run_starts(own: Path) -> None:
     own.write_bytes(b"# -*- coding: latin-1 -*-\n# \xe4\n" + own.read_bytes())
     with pytest.raises(ConfigError, match=r"^'own.py' is not UTF-8, so the run cannot keep a copy"):
         code_files(parse("--model.ffn", "own.py:Own"))
 
 
-def test_what_is_run_is_what_was_read_whatever_bytecode_lies_beside(
-    own: Path, tmp_path: Path
-) -> None:
+def test_stale_bytecode_is_never_run(own: Path, tmp_path: Path) -> None:
     import py_compile
 
     good = own.read_text()
@@ -233,7 +231,7 @@ def test_a_default_of_a_class_in_the_same_file_leads_back_to_it(own: Path, tmp_p
     assert config.model.ffn.to_dict()["inner"] == {"type": "own.py:Own", "rank": 2}
 
 
-def test_originals_that_changed_are_told(
+def test_changed_originals_give_a_warning(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = {
@@ -284,7 +282,7 @@ def test_a_run_s_code_is_run_once_it_is_trusted(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "state/moe_ffn/trusted_code").iterdir()] == [sha256]
 
 
-def test_a_notebook_says_once_that_it_trusts_a_run_s_code(own: Path, tmp_path: Path) -> None:
+def test_a_notebook_trusts_the_code_of_a_run_once(own: Path, tmp_path: Path) -> None:
     config = parse("--model.ffn", "own.py:Own")
     folder = tmp_path / "strange"
     (folder / "code").mkdir(parents=True)
@@ -328,7 +326,7 @@ def write_strange_config(tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", FAMILIES)
-def test_no_family_runs_a_stranger_s_code(
+def test_no_family_runs_untrusted_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -342,7 +340,7 @@ def test_no_family_runs_a_stranger_s_code(
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-schema"])
-def test_help_and_schema_run_no_stranger_s_code(tmp_path: Path, flag: str) -> None:
+def test_help_and_schema_run_no_untrusted_code(tmp_path: Path, flag: str) -> None:
     write_strange_config(tmp_path, "model.ffn")
 
     with pytest.raises(SystemExit):
@@ -350,7 +348,7 @@ def test_help_and_schema_run_no_stranger_s_code(tmp_path: Path, flag: str) -> No
     assert not Path("ran").exists()
 
 
-def test_help_names_a_class_of_one_s_own_and_does_not_look_for_it(
+def test_help_names_a_custom_class_without_importing_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -373,7 +371,7 @@ def test_a_state_folder_that_cannot_be_is_no_mistake(
         parse("--model.ffn", f"{own}:Own")
 
 
-def test_a_sweep_leaves_a_run_with_code_it_may_not_run_where_it_is(tmp_path: Path) -> None:
+def test_a_sweep_does_not_move_a_run_with_untrusted_code(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "strange"
     (folder / "code").mkdir(parents=True)
     (folder / "code/evil.py").write_text(MARKS)
@@ -407,7 +405,7 @@ class Plain(OptimizerConfig, frozen=True):
 """
 
 
-def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
+def test_resume_uses_the_runs_copy_of_custom_code_and_asks_before_other_code(
     run_train: Callable[..., Any], program: Program, own: Path, tmp_path: Path
 ) -> None:
     own.write_text(own.read_text() + OWN_OPTIMIZER)
@@ -497,7 +495,7 @@ def test_trust_code_is_for_a_folder_that_the_run_reads(
         assert accepted.code == 0, accepted.stderr
 
 
-def test_what_a_file_prints_is_not_in_the_output(own: Path, program: Program) -> None:
+def test_prints_of_custom_code_go_to_standard_error(own: Path, program: Program) -> None:
     own.write_text(own.read_text() + "print('hello')\n")
     code, stdout, stderr = program("train", "--model.ffn", "own.py:Own", "--print-config")
     assert (code, stderr) == (0, "importing 'own.py', which runs its code\nhello\n")

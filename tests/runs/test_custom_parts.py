@@ -1,4 +1,4 @@
-"""A part from outside the package is tried once before training; what it breaks is said in a sentence."""
+"""Custom parts are tried once before training; a broken contract is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -533,7 +533,7 @@ def test_the_parts_of_the_documents_keep_the_contract(
     check_num_params(config.model.build(vocab_size=9, max_seq_len=8))
 
 
-def test_nothing_of_this_package_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_package_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_parts, "PartChecks", lambda *_: pytest.fail("was tried"))
     check_custom_parts(TrainConfig(), torch.device("cpu"))
 

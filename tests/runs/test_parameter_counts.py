@@ -168,7 +168,7 @@ def test_counts_that_are_no_numbers_are_refused_before_they_are_added_up(
     assert refuse(f"--model.{flag}", value).startswith(message)
 
 
-def test_what_no_trial_of_parts_shows_is_refused_once_the_model_is_built(
+def test_wrong_parameter_counts_are_rejected_once_the_model_is_built(
     run_train: Callable[..., Any], tmp_path: Path
 ) -> None:
     run = run_train(tmp_path, "--model.norm.type", "own.py:Norm")

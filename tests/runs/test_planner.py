@@ -1,4 +1,4 @@
-"""What is planned is what is there: parameters, parts on ranks, what a step keeps; and the program."""
+"""The planner matches real runs: parameters, shards on ranks, memory of a step; and its program."""
 
 from __future__ import annotations
 
@@ -370,7 +370,7 @@ def test_batches_that_are_added_up_travel_once() -> None:
 
 
 @without_activations
-def test_what_is_computed_again_is_counted() -> None:
+def test_recomputed_activations_are_counted() -> None:
     narrow, wide = ({"type": "swiglu", "d_ff": d_ff} for d_ff in (24, 48))
     model = {"ffn": narrow, "ffn_at": {"0": wide}}
     none, ffn, block = (
@@ -395,7 +395,7 @@ def sent_in_steps(rank: int, cases: Cases) -> list[tuple[dict[str, int], int]]:
 
 
 def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict[str, int], int]:
-    """What a hook counts, and the rows for other ranks by the routing itself."""
+    """Traffic that a hook counts, and the rows for other ranks according to the routing."""
     torch.manual_seed(0)
     decoder = config.model.build(vocab_size=257, max_seq_len=64)
     parallelize(decoder, layout)
@@ -450,7 +450,7 @@ def traffic_of(config: TrainConfig, layout: Layout) -> Traffic:
 
 
 @without_activations
-def test_what_does_not_travel_is_not_planned_and_groups_send_less(tmp_path: Path) -> None:
+def test_only_pairs_for_other_ranks_are_traffic_and_groups_send_less(tmp_path: Path) -> None:
     ffns: list[dict[str, Any]] = [
         # A quarter of the tokens, half of the pairs, a quarter of the width.
         {"type": "mixture_of_depths", "ffn": MOE, "router": {**GATE, "k": 0.25}},
@@ -488,7 +488,7 @@ def plan(*argv: str) -> tuple[int, str]:
     return done.code, done.stdout + done.stderr
 
 
-def test_every_layout_that_fits_has_a_row_and_the_fastest_is_said() -> None:
+def test_every_layout_that_fits_has_a_row_and_the_fastest_is_printed() -> None:
     code, said = plan("--gpus", "4")
     assert code == 0
     rows = [line for line in said.splitlines() if line.count(" x ") == 2 and "mesh" not in line]
@@ -511,7 +511,7 @@ def test_a_teacher_is_read_and_counted(tmp_path: Path) -> None:
     )
 
 
-def test_figures_may_be_given_and_a_model_that_is_too_large_is_said() -> None:
+def test_device_figures_can_be_given_and_a_model_too_large_is_an_error() -> None:
     code, said = plan("--gpus", "2", "--memory-gb", "0.001")
     assert code == 1
     assert (

@@ -43,7 +43,7 @@ def test_experts_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert [series.last for series in read_run(tmp_path).loads["layer_00"]] == load
 
 
-def test_a_block_inside_a_block_is_a_layer_of_its_own(tmp_path: Path) -> None:
+def test_an_inner_block_is_a_separate_layer(tmp_path: Path) -> None:
     values = {"routing/layer_00/max_violation": 0.5, "routing/layer_00/inner/load": [1.0]}
     write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, **values}])
     run = read_run(tmp_path)
@@ -94,9 +94,7 @@ def test_half_written_files_are_as_good_as_absent(tmp_path: Path) -> None:
     assert run.samples == [Sample(step=1, prompt="a", text="b"), Sample(step=2)]
 
 
-def test_what_cannot_be_read_is_as_good_as_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_count_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "a", experts=0)
     requiring = files._require_file
 
@@ -111,7 +109,7 @@ def test_what_cannot_be_read_is_as_good_as_absent(
     assert (run.samples, run.alarms, run.facts, run.state) == ([], [], Facts(), "finished")
 
 
-def test_a_run_that_is_given_twice_is_taken_once(tmp_path: Path) -> None:
+def test_duplicate_runs_are_read_once(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0)
     again = tmp_path / "b" / ".." / "a"
     assert [(run.name, run.folder) for run in read_runs([a, b, again])] == [("a", a), ("b", b)]
@@ -163,7 +161,7 @@ def test_a_slow_run_is_given_the_time_of_ten_rows(tmp_path: Path) -> None:
     assert read_run(folder).state == "interrupted"
 
 
-def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+def test_a_run_without_rows_is_waiting(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("trainer: {max_steps: 5}\n")
     run = read_run(tmp_path)
     assert (run.state, run.step) == ("waiting", None)
@@ -177,7 +175,7 @@ def test_runs_of_one_name_are_named_by_their_paths(tmp_path: Path) -> None:
     assert [run.name for run in read_runs(folders)] == [str(folders[0]), str(folders[1]), "b"]
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+def test_folders_that_are_not_runs_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, config in {"empty": "{}", "ours": '{"model_type": "moe_ffn"}'}.items():
         (tmp_path / name).mkdir()
@@ -220,7 +218,7 @@ NOTHING = {
 
 @pytest.mark.parametrize("content", NOTHING.values(), ids=NOTHING)
 @pytest.mark.parametrize("kind", [Facts, Summary, CodeEntries])
-def test_what_is_no_json_object_is_an_empty_document(
+def test_invalid_json_reads_as_an_empty_document(
     tmp_path: Path, kind: type[JsonFile], content: str | bytes
 ) -> None:
     document = kind.read(written(tmp_path, content))
@@ -228,7 +226,7 @@ def test_what_is_no_json_object_is_an_empty_document(
     assert document == kind()
 
 
-def test_what_is_no_file_is_an_empty_document_and_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_and_devices_read_as_empty_documents_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for name in ("missing", "pipe", "link", "."):
@@ -299,7 +297,7 @@ def test_a_run_without_rows_has_an_empty_table(tmp_path: Path) -> None:
         assert (rows.columns, list(rows)) == ({}, [])
 
 
-def test_steps_that_come_again_take_the_place_of_those_before(tmp_path: Path) -> None:
+def test_repeated_steps_replace_earlier_ones(tmp_path: Path) -> None:
     steps = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5)]
     rows = table(tmp_path, *({"step": step, "x": value} for step, value in steps))
     assert columns(rows) == {"x": ([1, 2, 3], [1.0, 2.5, 3.5])}

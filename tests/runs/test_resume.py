@@ -92,7 +92,7 @@ def test_without_a_name_it_is_the_unfinished_run_that_was_written_last(make_run:
     assert find(NEWEST).folder == Path("runs/oldest"), "a checkpoint was written now"
 
 
-def test_without_a_run_to_resume_the_error_says_so(make_run: MakeRun) -> None:
+def test_resume_without_a_run_is_an_error(make_run: MakeRun) -> None:
     with pytest.raises(ConfigError, match=r"^--resume: 'runs' has no run; name one"):
         find(NEWEST)
     make_run("done", written=1, finished=True)
@@ -107,7 +107,7 @@ def test_without_a_run_to_resume_the_error_says_so(make_run: MakeRun) -> None:
         find("runs")
 
 
-def test_a_finished_run_goes_on_to_more_steps_alone(make_run: MakeRun) -> None:
+def test_a_finished_run_resumes_only_to_more_steps(make_run: MakeRun) -> None:
     folder = str(make_run("done", written=1, finished=True))
 
     with pytest.raises(
@@ -164,7 +164,7 @@ def test_a_damaged_list_of_documents_is_left_to_the_checkpoint(tmp_path: Path, t
 # -- from which checkpoint
 
 
-def test_the_newest_good_one_is_taken_and_the_others_named(tmp_path: Path) -> None:
+def test_the_newest_intact_checkpoint_is_used_and_skipped_ones_are_named(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.ckpt" for number in range(4)]
     paths[0].touch()
     for number in (1, 2, 3):
@@ -345,7 +345,7 @@ def test_a_corpus_that_changed_is_refused_by_the_name_of_the_file(
     )
 
 
-def test_a_run_resumes_to_more_steps_and_says_from_where(unfinished: Path) -> None:
+def test_a_run_resumes_to_more_steps_and_prints_its_resume_point(unfinished: Path) -> None:
     (unfinished / "checkpoints" / "step_00000005.ckpt").write_bytes(b"cut")
     (unfinished / "tokenizer.json").write_bytes(b"\xff")
 

@@ -1,4 +1,4 @@
-"""Arms compared by hand-made results: differences, costs, what differs, problems, and what is said."""
+"""Arms compared by hand-made results: differences, costs, differing options, problems and verdicts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_two_seeds_are_shown_one_by_one_and_how_many_it_would_take() -> None:
     ]
 
 
-def test_an_arm_is_told_by_all_of_its_runs_in_the_order_of_their_seeds() -> None:
+def test_an_arm_summarises_all_its_runs_in_order_of_seed() -> None:
     results = [
         make_result("a", 10, steps=100, peak_memory_bytes=3, alarms={"collapse": 1}),
         make_result(
@@ -87,7 +87,7 @@ def test_an_arm_is_told_by_all_of_its_runs_in_the_order_of_their_seeds() -> None
     assert arm.alarms == {"collapse": 3, "loss_spike": 1}
 
 
-def test_the_verdicts_say_what_the_intervals_allow() -> None:
+def test_verdicts_follow_from_the_intervals() -> None:
     swiglu, relu = Comparison.of(gating(), baseline="gelu").verdicts
 
     assert swiglu.startswith("swiglu is better than gelu by 0.1004 [0.09")
@@ -128,7 +128,7 @@ def test_a_verdict_claims_equality_within_its_margin(
     assert verdict in Comparison.of(results, margin=margin).verdicts[0]
 
 
-def test_the_runs_are_held_to_ngrams_of_the_tokens_they_read() -> None:
+def test_runs_are_compared_with_ngrams_of_their_training_tokens() -> None:
     known = [
         make_result("gelu", seed, loss, ngram_loss=ngrams)
         for seed, loss, ngrams in ((0, 2.0, 2.1), (1, 2.2, 2.14), (2, 2.0, 2.2))
@@ -145,7 +145,7 @@ def test_the_runs_are_held_to_ngrams_of_the_tokens_they_read() -> None:
     assert Comparison.of(wide).compared_with_ngrams.endswith("(9.800 to 10.200 nats per token).")
 
 
-def test_what_holm_s_correction_takes_back_is_not_said_to_be_no_difference() -> None:
+def test_differences_lost_to_holms_correction_are_not_called_equal() -> None:
     shifts = {
         "gelu": [0, 0, 0],
         "relu": [0.01, -0.01, 0.0],
@@ -165,7 +165,7 @@ def test_what_holm_s_correction_takes_back_is_not_said_to_be_no_difference() -> 
     )
 
 
-def test_of_one_seed_there_is_no_interval_over_seeds_and_that_is_said() -> None:
+def test_one_seed_has_no_interval_and_a_note() -> None:
     found = Comparison.of([make_result("gelu", loss=2.0), make_result("swiglu", loss=1.9)])
 
     assert all(arm.interval is None and arm.sd is None for arm in found.arms)
@@ -177,7 +177,7 @@ def test_of_one_seed_there_is_no_interval_over_seeds_and_that_is_said() -> None:
     assert found.arms[1].difference is None
 
 
-def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
+def test_one_seed_is_compared_by_resampled_windows() -> None:
     rng = random.Random(0)
     windows = [2 + rng.gauss(0, 0.3) for _ in range(200)]
     better = [loss - 0.05 + rng.gauss(0, 0.01) for loss in windows]
@@ -198,7 +198,7 @@ def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
     assert verdict.endswith("with one shared seed: no conclusion about other seeds.")
 
 
-def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
+def test_one_arm_alone_reports_the_scatter_of_its_seeds() -> None:
     found = Comparison.of([make_result("gelu", seed, 2 + seed / 100) for seed in range(5)])
 
     assert found.verdicts == [
@@ -260,7 +260,7 @@ def test_steps_flops_and_seconds_to_the_loss_of_the_baseline() -> None:
     ]
 
 
-def test_a_seed_that_the_baseline_lacks_is_held_to_its_mean() -> None:
+def test_a_seed_missing_from_the_baseline_is_compared_with_its_mean() -> None:
     dense = [make_result("dense", seed, 2.0 + seed) for seed in (0, 1)]
     moe = [make_result("moe", seed, 1.0, curve=[4, 3, 2, 0]) for seed in (1, 7)]
 
@@ -331,7 +331,7 @@ def test_a_swap_of_the_block_is_one_line_and_other_options_are_a_line_each() -> 
 # -- tuning
 
 
-def test_tuning_is_beside_and_not_mixed_in() -> None:
+def test_tuning_runs_are_reported_separately() -> None:
     results = [result for result in gating() if result.arm != "relu"]
     for arm, rate, loss in (
         *(("gelu", 0.001, 2.4), ("gelu", 0.01, 2.3)),
@@ -370,7 +370,7 @@ def grid() -> list[RunResult]:
     ]
 
 
-def test_of_a_grid_each_arm_is_compared_with_the_baseline_at_its_own_values() -> None:
+def test_arms_of_a_grid_are_compared_with_the_baseline_at_the_same_values() -> None:
     found = Comparison.of(grid(), baseline="dense")
 
     assert found.baseline == "dense at the same d_model"
@@ -400,7 +400,7 @@ def test_of_a_grid_each_arm_is_compared_with_the_baseline_at_its_own_values() ->
     assert Comparison.of(lacking, baseline="dense").arm("moe,d_model=64").base is None
 
 
-def test_an_arm_may_have_a_baseline_of_its_own_or_none() -> None:
+def test_an_arm_may_have_another_baseline_or_none() -> None:
     own = {"relu": "swiglu", "gelu": "absent"}
     found = Comparison.of(gating(), baseline="gelu", baselines=own)
 
@@ -431,7 +431,7 @@ def test_seconds_are_of_one_kind() -> None:
     )
 
 
-def test_several_seeds_of_which_one_is_shared_are_told_by_its_windows() -> None:
+def test_one_shared_seed_is_compared_by_its_windows() -> None:
     losses = [2.0, 2.1, 2.2, 2.3]
     results = [
         make_result(arm, seed, 2.1, windows=[shift + loss for loss in losses])
@@ -453,7 +453,7 @@ def test_several_seeds_of_which_one_is_shared_are_told_by_its_windows() -> None:
         (3, "0.0700 [-0.0542, 0.1942] below null, not distinguishable from 0 with 3 seeds"),
     ],
 )
-def test_few_seeds_of_tuning_do_not_tell_a_little_from_nothing(num_seeds: int, said: str) -> None:
+def test_few_tuning_seeds_cannot_resolve_a_small_difference(num_seeds: int, said: str) -> None:
     results = [
         make_result(arm, seed, loss + seed * wobble, main_arm="a", tuning=tuning)
         for seed in range(num_seeds)
@@ -549,7 +549,7 @@ def test_runs_of_one_arm_may_begin_from_the_runs_of_their_own_seeds() -> None:
     )
 
 
-def test_arms_that_predict_other_tokens_stand_beside_and_are_not_compared() -> None:
+def test_arms_that_predict_other_tokens_are_listed_but_not_compared() -> None:
     masked = [make_result("bert", seed, 0.1, options={"model.causal": False}) for seed in range(2)]
 
     found = Comparison.of([*gating(2), *masked], baseline="gelu")
@@ -570,7 +570,7 @@ def test_by_default_all_are_compared_with_an_arm_of_the_task_that_most_have() ->
     assert found.arm("relu").difference is not None
 
 
-def test_of_arms_without_a_seed_in_common_nothing_is_said_of_reaching_a_loss() -> None:
+def test_arms_without_a_common_seed_have_no_steps_to_a_loss() -> None:
     found = Comparison.of([make_result("a", 0, 2.0), make_result("b", 1, 1.0)])
     reached = next(table for table in tables(found) if table.title == "To the final loss of a")
     assert found.arm("b").reached is None
@@ -581,7 +581,7 @@ def test_of_arms_without_a_seed_in_common_nothing_is_said_of_reaching_a_loss() -
     ("option", "usual"),
     [("validation_tokens", 131072), ("validation_percent", 5), ("seq_len", 256)],
 )
-def test_windows_that_are_not_known_are_told_by_the_options(option: str, usual: int) -> None:
+def test_unknown_windows_are_compared_by_their_options(option: str, usual: int) -> None:
     old = {"corpus": SHA["corpus"], "tokenizer": SHA["tokenizer"]}
 
     Comparison.of([make_result("a"), make_result("b", fingerprints=old)])
@@ -592,7 +592,7 @@ def test_windows_that_are_not_known_are_told_by_the_options(option: str, usual: 
     )
 
 
-def test_other_numbers_of_tokens_and_other_machines_are_said() -> None:
+def test_notes_report_different_token_counts_and_machines() -> None:
     results = [
         make_result("short", steps=50, machine={"threads": 1, "precision": "32-true"}),
         make_result("long", steps=100, machine={"threads": 2, "precision": "bf16-mixed"}),

@@ -1,4 +1,4 @@
-"""The best size of each budget is found again within its interval, or it is said why there is none."""
+"""The fit recovers the best size of each budget within its interval, or reports why there is none."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_resamples_of_two_budgets_are_independent() -> None:
         (3, ""),
     ],
 )
-def test_few_minima_are_said_to_show_no_power_law(num_minima: int, said: str) -> None:
+def test_few_minima_give_no_power_law(num_minima: int, said: str) -> None:
     """A budget whose minimum is refused counts as little as one with too few runs for a parabola."""
     sizes = [1e5, 2e5, 4e5, 8e5, 1.6e6]
     lowest = [4e5] * num_minima + [5e7]
@@ -168,7 +168,7 @@ def test_few_minima_are_said_to_show_no_power_law(num_minima: int, said: str) ->
     assert (found.exponent is None) == (num_minima == 1)
 
 
-def test_isoflop_refuses_what_is_no_set_of_runs() -> None:
+def test_isoflop_rejects_invalid_sets_of_runs() -> None:
     with pytest.raises(ConfigError, match="there are 1 sizes for 2 budgets"):
         fit_isoflop([1e9, 1e9], [1e5], [2, 2])
     with pytest.raises(ConfigError, match="there are no runs to fit"):

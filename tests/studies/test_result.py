@@ -50,7 +50,7 @@ def result(folder: Path) -> RunResult:
     return RunResult.of_run(read_run(folder))
 
 
-def test_a_trained_run_says_everything(folder: Path, result: RunResult) -> None:
+def test_the_result_of_a_trained_run_is_complete(folder: Path, result: RunResult) -> None:
     run = read_run(folder)
     summary = json.loads((folder / "summary.json").read_text())
 
@@ -147,7 +147,7 @@ def test_a_table_reads_back_as_it_was_and_its_order_is_that_of_the_names(
     ]
 
 
-def test_a_newer_result_takes_the_place_of_that_of_its_arm_and_seed_and_the_others_stay(
+def test_a_newer_result_replaces_only_that_of_its_arm_and_seed(
     tmp_path: Path,
 ) -> None:
     add_results(tmp_path, [make_result("dense", seed, 2.0 + seed) for seed in (0, 1)])
@@ -178,7 +178,7 @@ def test_a_damaged_table_is_not_written_over(tmp_path: Path) -> None:
     assert table.read_text() == damaged
 
 
-def test_that_of_a_long_run_is_small_too(tmp_path: Path) -> None:
+def test_the_result_of_a_long_run_is_small(tmp_path: Path) -> None:
     write_arm(tmp_path, "long", [2.0], experts=8)
     folder = tmp_path / "long-seed0"
     rows: list[dict[str, Any]] = [
@@ -211,7 +211,7 @@ def test_a_thinned_curve_averages_neighbours_and_keeps_the_last_step() -> None:
     assert thinned(Series(), 3, is_mean=True) == ([], [])
 
 
-def test_a_run_that_is_not_finished_says_so(folder: Path, tmp_path: Path) -> None:
+def test_the_result_of_an_unfinished_run_is_marked(folder: Path, tmp_path: Path) -> None:
     copy = finished_copy(tmp_path)
     (copy / "summary.json").unlink()
     outcome = RunResult.of_run(read_run(copy, has_ended=True)).outcome
@@ -392,7 +392,7 @@ def test_results_of_a_table_are_shown_by_their_names_and_by_their_places_where_t
     ]
 
 
-def test_what_the_study_plans_and_is_not_there_is_counted_and_the_first_are_named(
+def test_missing_planned_runs_are_counted_and_the_first_named(
     tmp_path: Path,
 ) -> None:
     text = "arms: {a: {}, b: {model.ffn: dense}}\nseeds: [0, 1, 2]\n"
@@ -440,7 +440,7 @@ def test_runs_of_tuning_stay_with_the_arm_that_they_tune(tmp_path: Path) -> None
     assert [[*table.losses] for table in found.compare().tuning] == [["few/moe", "many/moe"]]
 
 
-def test_an_arm_may_be_called_as_a_run_of_tuning_of_another_study(tmp_path: Path) -> None:
+def test_an_arm_may_share_the_name_of_another_studys_tuning_run(tmp_path: Path) -> None:
     name, tuning = "moe,learning_rate=0.5", {"optimizer.learning_rate": 0.5}
     tuned, grid = tmp_path / "tuned", tmp_path / "grid"
     of_tuning = make_result(name, 0, 2.5, main_arm="moe", tuning=tuning, options=tuning)

@@ -178,7 +178,9 @@ def test_a_percentile_interval_leaves_a_fortieth_off_at_each_end() -> None:
     assert percentile_interval(3, np.arange(1001)) == pytest.approx((3, 25, 975))
 
 
-def test_without_scipy_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scipy_is_reported_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ConfigError, match=r"^intervals over seeds need scipy: pip install scipy$"):
         mean_interval([1.0, 2.0, 3.0])
@@ -275,7 +277,7 @@ def test_sizes_that_were_solved_to_be_equal_are_held_out_together(
 
 
 @pytest.mark.usefixtures("_few_starts")
-def test_of_too_few_runs_none_is_held_out() -> None:
+def test_no_run_is_held_out_of_too_few() -> None:
     sizes = grid(C=[1e12, 1e13, 1e14, 1e15])
     found = fit(POWER, sizes, [3.0, 2.6, 2.4, 2.3], num_resamples=2)
     assert (found.num_held_out, found.held_out_error) == (1, None)

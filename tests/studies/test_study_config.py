@@ -133,7 +133,7 @@ def test_tuning_can_be_of_some_arms() -> None:
     assert [*study(given).tuned_arms] == [tuned]
 
 
-def test_what_is_given_on_the_command_line_is_over_everything(tmp_path: Path) -> None:
+def test_command_line_options_override_everything(tmp_path: Path) -> None:
     file = tmp_path / "gating.yaml"
     file.write_text(
         "arms: {a: {trainer.max_steps: 5}, b: {trainer.max_steps: 6, model.ffn: dense}}"
@@ -241,7 +241,7 @@ def test_arms_of_a_seed_begin_with_the_same_weights_outside_their_ffns() -> None
     assert all("norm" in key for key in same), "another seed begins with other weights"
 
 
-def test_base_is_a_config_file_beside_the_study_and_stands_below_its_config(tmp_path: Path) -> None:
+def test_base_is_a_path_relative_to_the_study_and_overridden_by_config(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("model: {d_model: 32, num_layers: 2}\n")
     study = tmp_path / "studies" / "mine.yaml"
     study.parent.mkdir()
@@ -253,7 +253,7 @@ def test_base_is_a_config_file_beside_the_study_and_stands_below_its_config(tmp_
     assert read.base is None
 
 
-def test_a_base_that_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_base_that_is_not_a_file_is_rejected_by_name(tmp_path: Path) -> None:
     study = tmp_path / "mine.yaml"
     study.write_text("base: nothing.yaml\narms: {dense: {}}\n")
     with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file or directory"):

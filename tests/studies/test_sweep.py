@@ -1,4 +1,4 @@
-"""The runs of a sweep, whose processes end when a test says so: how many, which, how far, what is left."""
+"""The runs of a sweep, with fake processes that a test ends: number, order, progress and leftovers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def end(job: Job, process: Process, code: int = 0) -> None:
     process.code = code
 
 
-def test_so_many_are_trained_at_once_as_was_asked_and_the_next_when_one_ends() -> None:
+def test_a_sweep_trains_the_requested_number_of_runs_at_once() -> None:
     study = (
         f"{STUDY}seeds: [0, 1]\ntuning: {{seeds: [0], grid: {{optimizer.learning_rate: [0.5]}}}}"
     )
@@ -126,7 +126,9 @@ def test_the_time_left_is_at_the_speed_of_this_sweep_in_flops(
     assert long.state == "training"
 
 
-def test_runs_that_others_gave_up_wait_for_a_free_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_abandoned_by_another_sweep_wait_for_a_free_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr(sweep_module, "time", SimpleNamespace(monotonic=lambda: now))
     is_held = True

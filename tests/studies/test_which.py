@@ -149,7 +149,7 @@ def last_round(differences: list[float], at_half: float | None = None) -> Gather
     return Gathered(results)
 
 
-def test_a_mixture_that_is_better_is_named_with_its_gain_and_cost(tmp_path: Path) -> None:
+def test_a_better_mixture_is_named_with_its_gain_and_cost(tmp_path: Path) -> None:
     found = answer(question(), tmp_path, last_round([-0.10, -0.11, -0.09, -0.10, -0.10]))
     assert found.chosen.name == "moe_8_top2"
     assert found.comparison.verdicts == [
@@ -164,7 +164,7 @@ def test_a_mixture_that_is_better_is_named_with_its_gain_and_cost(tmp_path: Path
     assert validate(TrainConfig, read_yaml(tmp_path / "config.yaml", "")).model.ffn.type == "moe"
 
 
-def test_a_dense_block_that_is_better_is_named(tmp_path: Path) -> None:
+def test_a_better_dense_block_is_named(tmp_path: Path) -> None:
     found = answer(question(), tmp_path, last_round([0.10, 0.11, 0.09, 0.10, 0.10]))
     assert found.comparison.verdicts[0].startswith(
         "Use gelu: it ends 0.1000 [0.0912, 0.1088] nats per"
@@ -172,7 +172,7 @@ def test_a_dense_block_that_is_better_is_named(tmp_path: Path) -> None:
     assert validate(TrainConfig, read_yaml(tmp_path / "config.yaml", "")).model.ffn.type == "dense"
 
 
-def test_a_difference_that_the_time_does_not_show_says_what_time_would(tmp_path: Path) -> None:
+def test_an_unresolved_difference_gives_the_time_that_would_resolve_it(tmp_path: Path) -> None:
     found = answer(question(), tmp_path, last_round([-0.10, 0.11, -0.09, 0.10, -0.10]))
     assert found.chosen.name == "gelu"
     first = found.comparison.verdicts[0]
@@ -185,7 +185,7 @@ def test_a_difference_that_the_time_does_not_show_says_what_time_would(tmp_path:
     )
 
 
-def test_blocks_that_are_equal_within_the_margin_are_said_to_be(tmp_path: Path) -> None:
+def test_blocks_equal_within_the_margin_are_called_equal(tmp_path: Path) -> None:
     found = answer(question(), tmp_path, last_round([0.004, -0.003, 0.002, -0.004, 0.001]))
     assert found.chosen.name == "gelu"
     assert found.comparison.verdicts[0] == (

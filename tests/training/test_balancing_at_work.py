@@ -39,7 +39,7 @@ def collapsed_decoder(router: dict[str, Any], num_layers: int = 1) -> Decoder:
 
 
 def train(decoder: Decoder, rule: dict[str, Any], steps: int) -> dict[str, dict[str, Any]]:
-    """What `LoadMetrics` say of each layer over the last 20 steps."""
+    """Train, and return the `LoadMetrics` of each layer over the last 20 steps."""
     weights = ObjectiveConfig.model_validate({**NO_RULE, **rule})
     updater = BalanceUpdater(weights)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
@@ -157,7 +157,7 @@ def test_the_sparsity_rule_brings_relu_routing_to_its_k() -> None:
     assert found["max_violation"] < 1
 
 
-def test_forced_routers_are_as_balanced_or_collapsed_as_they_are_told() -> None:
+def test_forced_routers_have_the_configured_imbalance() -> None:
     for skew, expected in ((0.0, 0.0), (1.0, 3.0), (0.5, 1.5)):
         decoder = collapsed_decoder({"type": "forced", "k": 1, "skew": skew})
         routing = decoder(batch(0)[:, :-1]).routings["layer_00"]

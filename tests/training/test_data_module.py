@@ -31,7 +31,7 @@ def validation(prepared: PreparedData) -> ValidationBatches:
     return ValidationBatches(prepared.validation, seq_len=16, batch_size=2, num_tokens=80)
 
 
-def test_train_loader_begins_where_start_says(batches: TrainBatches) -> None:
+def test_train_loader_begins_at_start(batches: TrainBatches) -> None:
     position = 0
     loader = TrainLoader(batches, num_batches=5, start=lambda: position)
 
@@ -121,7 +121,7 @@ def test_the_target_is_the_token_and_the_rest_is_shown_as_it_is() -> None:
     assert torch.equal(inputs[~guessed], token_ids[~guessed])
 
 
-def test_eighty_percent_are_masked_ten_are_others_and_ten_are_kept() -> None:
+def test_eighty_percent_are_masked_ten_replaced_and_ten_kept() -> None:
     token_ids, inputs, targets = masked(0.5, length=4000)  # 16,000 to guess
     guessed = targets != IGNORED_TARGET
     shown, true = inputs[guessed], token_ids[guessed]
@@ -159,7 +159,7 @@ def decoder(causal: bool) -> Decoder:
     return DecoderConfig.model_validate({**config, "ffn": "dense"}).build(11, 8).double()
 
 
-def test_a_model_that_is_not_causal_sees_both_sides() -> None:
+def test_only_a_noncausal_model_sees_later_tokens() -> None:
     ids = torch.arange(8).view(1, 8)
     altered = ids.clone()
     altered[0, 7] = 10

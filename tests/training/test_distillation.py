@@ -181,7 +181,7 @@ def test_a_run_learns_from_stored_answers_as_from_their_teacher(
     )
 
 
-def test_stored_answers_take_no_place_of_another_file(run_train: Any, tmp_path: Path) -> None:
+def test_stored_answers_do_not_overwrite_another_file(run_train: Any, tmp_path: Path) -> None:
     run = run_train(tmp_path, "--trainer.max_steps", "1").folder
     weights = run / "model" / "model.safetensors"
     before = weights.read_bytes()
@@ -330,7 +330,7 @@ def test_a_run_resumes_with_its_teacher_whose_weights_stay_out_of_the_checkpoint
     assert f"the weights in '{teacher}' have changed since '{copy}' began" in refused.stderr
 
 
-def test_a_resumed_run_may_go_on_with_another_teacher(run_train: Any, tmp_path: Path) -> None:
+def test_a_run_can_resume_with_another_teacher(run_train: Any, tmp_path: Path) -> None:
     first, second = save(tmp_path / "first"), save(tmp_path / "second", ffn="geglu")
     run = run_train(
         tmp_path, "--objective.distill.teacher", first, "--trainer.max_steps", "2"
@@ -344,7 +344,7 @@ def test_a_resumed_run_may_go_on_with_another_teacher(run_train: Any, tmp_path: 
     assert f"teacher: {second}, " in resumed.stdout
 
 
-def test_a_model_that_begins_as_its_teacher_has_nothing_to_set_teacher_it(
+def test_a_model_initialised_from_its_teacher_has_zero_distillation_loss(
     run_train: Any, tmp_path: Path
 ) -> None:
     teacher = save(tmp_path / "teacher")

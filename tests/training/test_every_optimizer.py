@@ -1,4 +1,4 @@
-"""What holds for every optimizer; which parameters decay; schedules by numbers worked by hand."""
+"""Properties of every optimizer, the parameters that decay, and schedules with hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Learner:
         return loss.item()
 
     def saved(self) -> dict[str, Any]:
-        """As a checkpoint holds it, through a file that is read without running code."""
+        """State as a checkpoint stores it, read back from a file without running code."""
         file = io.BytesIO()
         values = {
             "state_dict": self.model.state_dict(),
@@ -125,7 +125,7 @@ class Learner:
         self.schedule.load_state_dict(checkpoint["lr_schedulers"][0])
 
     def options(self) -> list[dict[str, Any]]:
-        """What its groups say, but for the parameters."""
+        """Options of its groups, without the parameters."""
         groups = self.optimizer.state_dict()["param_groups"]
         return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
@@ -356,7 +356,7 @@ def test_a_custom_optimizer_is_named_by_its_file(fit: Fit, tmp_path: Path) -> No
 
 
 NUM_STEPS = 100
-"""Of a run, of which 9 are warm-up here: the tenth step has the peak rate."""
+"""Steps of a run; the first 9 are warm-up here, so that the tenth has the peak rate."""
 
 
 def schedule(**options: Any) -> ScheduleConfig:
@@ -393,7 +393,7 @@ def test_the_multiplier_is_the_one_worked_by_hand(
 
 
 def hugging_face(make: Callable[..., LambdaLR], **options: Any) -> Callable[[int], float]:
-    """That of transformers, in which step 0 is made at rate 0: ours are those from its step 1 on."""
+    """Schedule of transformers, shifted by one step: its step 0 has rate 0, and ours begins at its step 1."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     (multiplier,) = make(optimizer, num_warmup_steps=10, **options).lr_lambdas
     return lambda step: multiplier(step + 1)

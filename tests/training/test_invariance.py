@@ -83,14 +83,14 @@ _FOUND: dict[str, dict[str, Tensor]] = {}
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Of the routers' gradients, relative to their size; the largest of the layers."""
+    """Largest relative difference of the routers' gradients over the layers."""
     names = [name for name in one if name.endswith("router.projection.weight")]
     assert len(names) == 2
     return max(((one[name] - other[name]).norm() / one[name].norm()).item() for name in names)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_accumulated_micro_batches_are_one_batch_for_the_rules_that_say_so(
+def test_micro_batches_equal_one_batch_for_rules_that_survive_division(
     rule: str, config_for: Any, gradient_here: Any
 ) -> None:
     whole = gradient_here(config_for(rule))
@@ -185,7 +185,7 @@ def counts_on_a_rank(rank: int, configs: list[TrainConfig], folder: Path) -> Any
     return [counts.of_batches for counts in watchers]
 
 
-def test_the_global_rule_counts_what_is_routed_with_the_noise_of_a_step(
+def test_the_global_rule_counts_the_noisy_routing_of_the_step(
     config_for: Any, tmp_path: Path
 ) -> None:
     """4 * sum_i f_i P_i, f and P of all pairs and tokens of one batch or two on two ranks."""

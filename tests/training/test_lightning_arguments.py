@@ -1,4 +1,4 @@
-"""What is passed on to `lightning.Trainer` does what `--help trainer` says of it."""
+"""Arguments for `lightning.Trainer` have the effect that `--help trainer` describes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def train_with(fit: Fit, tmp_path: Path) -> Fit:
 
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_validation_is_under_inference_mode_or_not(train_with: Fit, inference_mode: bool) -> None:
-    """That at the end; Lightning has those within a fit without."""
+    """Only the validation at the end: within a fit, Lightning never uses inference mode."""
     done = train_with(
         f"assert torch.is_inference_mode_enabled() == (not self.training and {inference_mode})",
         inference_mode=inference_mode,
@@ -92,7 +92,7 @@ def test_an_anomaly_ends_the_run_where_it_is_made(train_with: Fit) -> None:
 # -- the options
 
 
-def test_what_is_not_given_is_as_lightning_has_it() -> None:
+def test_defaults_are_those_of_lightning() -> None:
     arguments = inspect.signature(Trainer).parameters
     ours = {"max_steps", "accumulate_grad_batches", "gradient_clip_val", "precision"}
     for name in (TrainerConfig.model_fields.keys() & arguments) - ours:
@@ -109,7 +109,7 @@ def test_what_is_not_given_is_as_lightning_has_it() -> None:
         ("devices", 1.5, "a whole number, text or a list of whole numbers"),
     ],
 )
-def test_what_lightning_would_take_in_silence_is_refused(
+def test_values_that_lightning_silently_accepts_are_rejected(
     argument: str, value: object, words: str
 ) -> None:
     with pytest.raises(ValidationError) as refused:
@@ -117,7 +117,7 @@ def test_what_lightning_would_take_in_silence_is_refused(
     assert explain(refused.value) == [f"{argument}: must be {words}, got {value!r}"]
 
 
-def test_what_lightning_takes_is_passed_on() -> None:
+def test_lightning_arguments_are_passed_on() -> None:
     given = {
         "deterministic": "warn",
         "devices": [0, 1],

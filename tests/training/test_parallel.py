@@ -340,7 +340,7 @@ def test_compiled_ranks_take_the_step_of_one_process(
 def test_muon_turns_whole_matrices_that_are_sharded(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Of parts each becomes another matrix, as far away as the step is long."""
+    """Muon on parts of a matrix would give another matrix, wrong by as much as the whole step."""
     muon = {"type": "muon", "learning_rate": 0.1}
     together, alone = (
         step_of(make_config, "shared two", n, 4, muon, parametrization=COMPLETEP) for n in (4, 1)
@@ -366,7 +366,7 @@ def peak_of_training(rank: int, config: TrainConfig, layout: Layout, folder: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("name", ["1", *LAYOUTS, "DDP 4", "FSDP 4"])
-def test_ranks_take_the_memory_that_is_planned(
+def test_ranks_use_the_planned_memory(
     name: str, accumulated: int, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     more = {"1": Layout(), "DDP 4": Layout(data=4), "FSDP 4": Layout(shard=4)}

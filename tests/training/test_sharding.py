@@ -165,7 +165,7 @@ def test_weights_that_ranks_cannot_share_are_rejected(options: str, sentence: st
     assert str(raised.value) == sentence
 
 
-def test_an_expert_is_cut_only_where_a_rank_has_none_of_its_own() -> None:
+def test_an_expert_is_split_only_if_ranks_outnumber_the_experts() -> None:
     experts = {"type": "mlp", "d_ff": 27}
     ffn = {"type": "moe", "num_experts": 4, "experts": experts}  # two for each of two
     options = {"parallel": {"expert": 2, "shard": 2}, "model": {"ffn": ffn}}

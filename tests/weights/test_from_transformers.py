@@ -38,7 +38,7 @@ FUSED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 @pytest.mark.parametrize("name", ["llama-tied-heads", *FUSED])
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Of experts in one tensor; those of single experts are tested with their export."""
+    """Checkpoints with all experts in one tensor; one tensor per expert is tested with the export."""
     theirs = save(name, tmp_path, save_original_format=False)
 
     ours = load_transformers(tmp_path)
@@ -99,7 +99,7 @@ def test_weights_keep_their_dtype_but_for_the_correction_bias(tmp_path: Path) ->
     assert logits(ours).isfinite().all()
 
 
-def test_what_a_config_does_not_say_has_their_default(tmp_path: Path) -> None:
+def test_options_missing_from_a_config_have_the_default_of_transformers(tmp_path: Path) -> None:
     theirs = make("mixtral", {**MODELS["mixtral"][1], "rope_theta": 1e6, "num_key_value_heads": 2})
     theirs.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -125,7 +125,7 @@ def test_a_gpt_oss_without_positions_and_windows_has_those_of_transformers(tmp_p
     assert_close(logits(ours), logits(theirs))
 
 
-def test_what_transformers_leaves_out_is_left_out(tmp_path: Path) -> None:
+def test_weights_ignored_by_transformers_are_ignored(tmp_path: Path) -> None:
     theirs = save("deepseek_v3", tmp_path)
     left_out = "model.layers.3.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
     with_weights(tmp_path, lambda w: w.update({name: torch.ones(3) for name in left_out}))
@@ -147,7 +147,7 @@ def test_a_tied_matrix_may_be_there_twice_but_not_be_another(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "-" not in name])
-def test_a_block_alone_computes_what_theirs_computes(name: str, tmp_path: Path) -> None:
+def test_a_single_block_matches_transformers(name: str, tmp_path: Path) -> None:
     theirs = save(name, tmp_path)
     x_BSD = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
     for layer in (0, 2):
@@ -254,7 +254,7 @@ def test_an_option_that_ours_does_not_compute_is_named(
         ("llama", {"hidden_act": "swish"}),
     ],
 )
-def test_an_option_that_changes_nothing_is_taken(
+def test_options_without_effect_are_accepted(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     theirs = save(name, tmp_path)

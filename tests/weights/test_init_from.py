@@ -66,7 +66,7 @@ ROUTERS = [f"layers.0,1.ffn.router.{n}" for n in ("correction_bias_E", "projecti
     ],
     ids=["same", "same moe", "deeper", "sparse", "other gate", "other router", "tied", "untied"],
 )  # fmt: skip
-def test_what_is_taken_new_and_left_is_said(
+def test_taken_new_and_unused_weights_are_listed(
     saved: dict[str, Any],
     options: dict[str, Any],
     new: list[str],
@@ -91,7 +91,7 @@ def test_what_is_taken_new_and_left_is_said(
         assert any(line.startswith(f"  model.{key}") for line in lines), key
 
 
-def test_options_that_differ_are_said(folder: Callable[..., str]) -> None:
+def test_differing_options_are_listed(folder: Callable[..., str]) -> None:
     source = read_source(folder(ffn=MOE), "init_from")
     ffn = {**MOE, "router": {"type": "top_k", "k": 1}}
     _, lines = fit_weights(source, decoder_of(ffn=ffn, max_seq_len=32))
@@ -177,7 +177,7 @@ NO_MODELS: list[tuple[dict[str, str] | str | None, str]] = [
         r"init_from: '.*saved' has no tokenizer.json, so no model to load",
     ),
 ]
-"""What is there: nothing, a file, or a folder of files."""
+"""Content of the path: nothing, a file, or a folder of files."""
 
 
 @pytest.mark.parametrize(("given", "message"), NO_MODELS)

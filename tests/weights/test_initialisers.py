@@ -132,7 +132,7 @@ def test_weights_that_differ_between_tokens_keep_the_function_in_the_mean() -> N
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_drop_upcycling_draws_a_share_of_the_units_anew(share: float) -> None:
+def test_drop_upcycling_redraws_a_share_of_the_units(share: float) -> None:
     width = 400
     dense = {"type": "swiglu", "d_ff": width}
     source = block_of(dense)
@@ -282,7 +282,7 @@ def with_experts(block: MoEFFN, num_experts: int, router: Any) -> MoEConfig:
 
 
 NEVER = torch.tensor([0.0, -50.0, 0.0, 0.0, -50.0, 0.0])
-"""Of the router's logits, so that experts 1 and 4 are never chosen."""
+"""Bias of the router's logits that keeps experts 1 and 4 from being chosen."""
 
 
 @pytest.mark.parametrize("router", RENORMALISED)
@@ -307,7 +307,7 @@ MOE = {
 @pytest.mark.parametrize(
     "method", [PruneConfig(num_experts=6), MergeConfig(num_experts=6)], ids=["prune", "merge"]
 )
-def test_what_keeps_every_expert_changes_nothing(method: InitialiserConfig) -> None:
+def test_methods_that_keep_every_expert_change_nothing(method: InitialiserConfig) -> None:
     source = decoder_of(MOE)
     made = method.initialise([source], ids(), seeded())
 

@@ -57,7 +57,7 @@ def logits(decoder: Decoder) -> Tensor:
     ],
     ids=str,
 )
-def test_what_was_saved_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded_unchanged(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     saved = decoder_of(name).to(dtype)
     moe_ffn.save_pretrained(saved, tmp_path / "model")
 
@@ -203,7 +203,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES)
-def test_what_is_damaged_is_not_loaded(
+def test_damaged_models_are_rejected(
     damage: Callable[[Path], Any], problem: str, tmp_path: Path
 ) -> None:
     moe_ffn.save_pretrained(decoder_of(), tmp_path / "model")
@@ -235,7 +235,7 @@ def test_an_index_must_match_its_files(tmp_path: Path, monkeypatch: pytest.Monke
     assert f"lacks '{first}', which {index.name} names; copy it too" in given()
 
 
-def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_or_a_model_is_an_error(tmp_path: Path) -> None:
     moe_ffn.save_pretrained(decoder_of(), tmp_path / "model")
     with pytest.raises(ConfigError, match=r"has no tokenizer.json, which turns text into tokens"):
         moe_ffn.load_tokenizer(tmp_path / "model")
@@ -244,7 +244,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", ["config", "weights", "rename"])
-def test_what_was_there_stays_until_all_is_written(
+def test_an_existing_model_stays_until_the_new_one_is_written(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""What is exported has our logits in transformers; what has no equal there is refused by its option."""
+"""Exported models have our logits in transformers; options without an equivalent are rejected by path."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_qwen2_with_a_tokenizer_is_written_as_llama(tmp_path: Path) -> None:
     assert_equal_there(decoder, tmp_path / "theirs")
 
 
-def test_notes_begin_with_what_is_lost_and_name_no_other_architecture() -> None:
+def test_notes_begin_with_losses_and_name_no_other_architecture() -> None:
     options: dict[str, Any] = {"ffn": moe(), "ffn_at": {"0": {"type": "swiglu", "d_ff": 40}}}
     notes = choose_architecture(decoder_of(**options, dropout=0.1)).notes
     assert notes[0] == "dropout acts only in training and is left out"
@@ -610,7 +610,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_has_no_equal_is_named_and_nothing_is_written(
+def test_options_without_an_equivalent_are_rejected_before_writing(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -628,7 +628,9 @@ def test_an_equal_that_would_replace_the_tokenizer_is_not_the_nearest() -> None:
     assert str(caught.value).startswith(f'model.attention.bias ("qkv") {NO_EQUAL}: mistral')
 
 
-def test_nothing_that_is_there_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_folders_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = decoder_of()
     (tmp_path / "empty").mkdir()
     export_transformers(decoder, tmp_path / "empty")
@@ -684,7 +686,7 @@ NO_GGUF: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("options", "message"), NO_GGUF.values(), ids=NO_GGUF)
-def test_what_llama_cpp_would_compute_differently_is_not_written(
+def test_models_that_llama_cpp_computes_differently_are_rejected(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("gguf")

@@ -197,7 +197,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_library_depends_on_has_one_of_its_own(
+def test_each_source_compiler_and_cpu_has_its_own_library(
     change: Callable[[pytest.MonkeyPatch, Path], Any],
     folder: Path,
     compiler: Compiler,
@@ -300,7 +300,7 @@ def test_clang_gets_no_flags_that_it_rejects(
     assert {flag in command for flag in build.FLAGS_OF_GCC.split()} == {given}
 
 
-def test_of_two_at_once_one_compiles_and_the_other_waits(
+def test_a_second_process_waits_while_the_first_compiles(
     folder: Path, compiler: Compiler, loaded: list[Path], tmp_path: Path
 ) -> None:
     compiler("sleep 0.3; " + WRITES)

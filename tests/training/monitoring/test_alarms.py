@@ -30,7 +30,7 @@ def rules() -> AlarmRules:
 
 
 def values(**replaced: Any) -> dict[str, Tensor]:
-    """What is measured of a healthy layer of four experts, two of them for each token."""
+    """Measurements of a healthy layer of four experts, two per token."""
     healthy: dict[str, Any] = {
         "load": [0.25] * 4,
         "max_violation": 0.0,
@@ -132,9 +132,7 @@ def test_a_row_that_covers_enough_steps_suffices(rules: AlarmRules) -> None:
     ],
     ids=["one expert", "all experts", "almost all experts"],
 )
-def test_what_cannot_be_balanced_better_is_no_collapse(
-    rules: AlarmRules, row: dict[str, Tensor]
-) -> None:
+def test_unavoidable_imbalance_is_no_collapse(rules: AlarmRules, row: dict[str, Tensor]) -> None:
     assert watch(rules, row, row, row) == []
 
 

@@ -1,4 +1,4 @@
-"""What the loggers are handed, in a real fit of a few steps."""
+"""Values that the loggers receive in a real fit of a few steps."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_row_has_one_key_for_a_load_and_none_for_nan() -> None:
 
 
 def first_gradient_norm(fitted: Fitted) -> float:
-    """Of the first batch under the initial weights, computed by hand."""
+    """Gradient norm of the first batch under the initial weights, computed by hand."""
     module = build_module(fitted.config, fitted.data)
     module.load_state_dict(fitted.start)
     data = make_token_data(fitted.config, fitted.data)

@@ -151,7 +151,7 @@ def test_lines_that_only_could_not_be_synced_are_not_written_twice(
     assert steps(path) == [4, 6]
 
 
-def test_a_removed_folder_is_made_again(path: Path) -> None:
+def test_a_removed_folder_is_recreated(path: Path) -> None:
     file = JsonLines(path)
     file.add([{"step": 2}])
     path.unlink()

@@ -1,4 +1,4 @@
-"""What goes to all loggers, the log of rows, and the log of samples."""
+"""Values for all loggers, the log of rows and the log of samples."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_closing_ends_the_run(loggers: Any, status: str, exit_code: int) -> None
     assert run.exit_codes == [exit_code]
 
 
-def test_closing_tells_how_to_upload_the_rest(
+def test_closing_prints_how_to_upload_the_rest(
     loggers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     close(loggers(StubRun(failing=TimeoutError("Timed out finishing run.")), online=True))
@@ -108,7 +108,7 @@ def test_rows_are_lines_with_the_keys_that_they_have(path: Path) -> None:
     assert path.read_text() == '{"step": 4, "load": [0.25, 0.75]}\n{"step": 5, "loss": 1.5}\n'
 
 
-def test_of_several_ranks_the_first_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     logger = MetricsFile(path)
 
@@ -134,7 +134,7 @@ def test_saved_rows_are_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 FIRST_WORDS = "sat on the cat"
-"""Of what is validated on in the corpus of the tests."""
+"""The first words of the validation text in the test corpus."""
 
 
 def test_a_text_at_every_validation_and_the_last_is_the_sample(moe_run: Any) -> None:
@@ -193,7 +193,7 @@ def test_other_ranks_models_of_both_sides_and_no_tokens_write_no_sample(log: Sam
 
 
 def test_a_resumed_run_knows_the_newest_text(log: SampleLog, tmp_path: Path) -> None:
-    """Where no validation follows, it is the sample of the results."""
+    """Without a later validation, that text is the sample of the results."""
     validate(log, 4, 2.5)
     resumed = SampleLog(log.file.path, log.tokenizer, log.options, log.prompt, seed=7)
     resumed.load_state_dict(log.state_dict())

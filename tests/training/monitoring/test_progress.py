@@ -1,4 +1,4 @@
-"""What the display says of a run's progress, its validations and its health."""
+"""The display of a run's progress, validations and health."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_status_is_of_the_newest_row(moe_fit: Fitted) -> None:
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What is written to an 80-column terminal from now on."""
+    """Redirect the display to an 80-column terminal and return its text."""
     screen = io.StringIO()
     made = Console(file=screen, force_terminal=True, width=80)
     monkeypatch.setattr(progress, "Console", lambda **_: made)
@@ -88,7 +88,7 @@ def test_the_bar_shows_the_routing_and_a_frame_between_rows_reads_no_statistics(
 
 
 class Frames(Callback):
-    """What the bar shows after each batch and at the end of each validation, without colours."""
+    """Text of the bar after each batch and at the end of each validation, without colours."""
 
     def __init__(self, screen: io.StringIO) -> None:
         self.screen = screen

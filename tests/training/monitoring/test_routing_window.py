@@ -254,7 +254,7 @@ def test_experts_without_a_network_are_on_no_rank(build: Build) -> None:
 
 
 def rank_of_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """As if another rank had just the same, or a number that is greater by one, in place of a process."""
+    """Fake a second rank that sends the same values to a sum, and values greater by one to a gather."""
 
     def all_reduce(value: Tensor, operation: Any = ReduceOp.SUM) -> None:
         if operation == ReduceOp.SUM:
@@ -294,7 +294,7 @@ def plain(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Any]]:
 
 
 def pairs(found: RoutingByLayer) -> list[int]:
-    """Of the first layer, on this rank."""
+    """Pairs per expert of the first layer, on this rank."""
     return found.sums["layer_00"]["pairs_E"].tolist()
 
 
@@ -349,7 +349,7 @@ def test_the_sums_of_ranks_are_resumed_once(
 
 
 def test_loaded_sums_are_saved_before_any_batch(layers: dict[str, Any]) -> None:
-    """As of a run that is asked to end, resumed, and asked again at once."""
+    """A run may be stopped, resumed and stopped again before its next batch."""
     first, second = RoutingByLayer("every batch"), RoutingByLayer("every batch")
     first.update(layers)
     state = first.state_dict()

@@ -1,4 +1,4 @@
-"""What becomes of wandb without a key, a network or a package; its rows and pictures; a resumed run.
+"""wandb without a key, a network or a package; its rows and pictures; a resumed run.
 
 Whole runs of the program with the real client: `tests/cli/test_train_wandb.py`.
 """

@@ -1,4 +1,4 @@
-"""When a run is saved, what stays, and what is said of a disk that takes nothing."""
+"""The times of saves, the checkpoints that stay, and the messages about a full disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.same_run import assert_same
 
 
 class FakeTrainer:
-    """What the keeper asks of Lightning's Trainer; a run of one process."""
+    """The part of Lightning's Trainer that the keeper uses, in a run of one process."""
 
     def __init__(self, keeper: CheckpointKeeper) -> None:
         self.keeper = keeper
@@ -154,7 +154,7 @@ def test_the_good_ones_stay_where_the_newest_is_damaged(
     write = checkpoint_keeper.write_checkpoint
 
     def write_badly(values: dict[str, Any], path: Path) -> None:
-        """As a disk does that loses the end of a file and says nothing."""
+        """Write as a disk does that silently loses the end of a file."""
         write(values, path)
         os.truncate(path, path.stat().st_size - 5)
 

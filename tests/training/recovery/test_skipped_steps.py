@@ -1,4 +1,4 @@
-"""A step whose numbers have gone wrong, in a real fit: what it leaves behind, and what is said of it.
+"""Steps with NaN or infinite numbers in a real fit: their effects and their log messages.
 
 `tests/reliability/test_bad_numbers.py` breaks every place in turn.
 """
@@ -38,7 +38,7 @@ ROUTER = "layers.1.ffn.router.projection"
 
 
 class Watcher(Callback):
-    """What training moves, after every step."""
+    """Record everything that training changes, after every step."""
 
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
@@ -324,7 +324,7 @@ def faulty_on_a_rank(
 def test_ranks_skip_the_steps_that_one_process_skips(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Of three, whose first step is preceded by a backward pass that fixes the buckets of DDP."""
+    """Run on three ranks; a backward pass before the first step fixes the buckets of DDP."""
 
     def config(num_ranks: int) -> TrainConfig:
         return make_config(
