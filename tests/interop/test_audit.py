@@ -285,6 +285,27 @@ def test_bad_batches_are_one_sentence() -> None:
         audit(model, ids)
 
 
+def test_a_module_that_takes_no_input_ids_is_told_what_to_do() -> None:
+    class Own(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, token_ids: Tensor) -> Tensor:
+            return self.layers(token_ids)
+
+    ffn = moe_ffn.build_ffn("moe", 8)
+    ffn.register_forward_hook(lambda module, args, output: output.hidden)
+    model = Own(nn.Embedding(64, 8), ffn, nn.Linear(8, 64))
+    with pytest.raises(
+        ConfigError,
+        match=r"^audit: Own.forward cannot be called with input_ids \(missing a required argument: "
+        r"'token_ids'\); audit a module whose forward\(input_ids\) returns the logits, such as one "
+        r"that calls this model$",
+    ):
+        audit(model, batch()["input_ids"])
+
+
 def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
     sizes: dict[str, Any] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "head_dim": 128,
