@@ -35,7 +35,7 @@ from moe_ffn.kernels.memory import (
 from moe_ffn.runs import memory
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.memory import check_fits
-from tests.helpers.faults import OWN_BLOCK
+from tests.helpers.fitted import OWN_BLOCK
 from tests.helpers.tiny_runs import finished_copy, fork_all
 
 RunTrain = Callable[..., Any]
