@@ -15,6 +15,7 @@ import pytest
 
 import moe_ffn
 from moe_ffn.cli.__main__ import PROGRAMS, run
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.option_tree import Option, members_of, merge, option_tree
 from moe_ffn.runs.config import TrainConfig
 
@@ -80,9 +81,8 @@ def check_reading(names: dict[str, Any], printed: str) -> None:
 
 def check_router(names: dict[str, Any], printed: str) -> None:
     assert "MaxVio" in printed
+    assert re.search(r"^cosine +1 ", printed, re.MULTILINE), "an arm with one seed"
     assert names["output"].routing.num_experts == 8
-    unsupported = "router.type 'expert_choice' ranks tokens against later ones, so a causal model"
-    assert f"MoEFFN: {unsupported}" in printed
 
 
 CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
@@ -114,9 +114,30 @@ def test_a_tutorial_runs_from_its_beginning_to_its_end(
             for line in block.splitlines():
                 command, *argv = shlex.split(line, comments=True)
                 assert command == "moe-ffn"
-                assert run([*argv, *(tiny if argv[0] in ("train", "sweep") else [])]) == 0, line
+                one_seed = ["--seeds", "0"] if argv[0] == "sweep" else []
+                short = [*tiny, *one_seed] if argv[0] in ("train", "sweep") else []
+                assert run([*argv, *short]) == 0, line
         printed += capsys.readouterr().out
     CHECKS.get(tutorial, lambda names, printed: None)(names, printed)
+
+
+@pytest.mark.parametrize(
+    ("tutorial", "right", "wrong"),
+    [
+        ("custom_ffn", "return 2 * d_model * self.rank", "return d_model * self.rank"),
+        ("own_router", "def num_params(", "def uncounted("),
+    ],
+)
+def test_a_tutorial_quotes_the_message_of_a_failed_check(
+    tutorial: str, right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "tutorials" / f"{tutorial}.md").read_text(encoding="utf-8")
+    part, check, *_ = [block for language, block in blocks_of(text) if language == "python"]
+    Path(part.split()[1]).write_text(part.replace(right, wrong), encoding="utf-8")
+    with pytest.raises(ConfigError) as failed:
+        exec(compile(check, tutorial, "exec"), {})
+    assert f"ConfigError: {failed.value}" in " ".join(text.split())
 
 
 API = sorted((DOCS / "reference").glob("api_*.md"))

@@ -368,8 +368,29 @@ def docstrings(*paths: str) -> str:
     return "\n".join(lines)
 
 
+def parameters(path: str) -> str:
+    """Return the arguments of a function with their meaning, for readers of a code host."""
+    _, _, text = cleandoc(resolve_name(path).__doc__).partition("Args:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
+    return table(
+        ["argument", "meaning"], ([f"`{name}`", prose(text.rstrip("."))] for name, text in found)
+    )
+
+
+def names(module: str) -> str:
+    """Return the public names of a module with the first line of their docstrings, for a code host."""
+    public = import_module(module)
+    return table(
+        ["name", "meaning"],
+        ([f"`{n}`", prose(first_sentence(getattr(public, n)))] for n in public.__all__),
+    )
+
+
 def with_full_docstrings(text: str) -> str:
     """Replace signatures and first paragraphs by directives for whole docstrings, for the site."""
+    # Sphinx lists these itself.
+    tables = r"^<!-- generated: (?:parameters|names) .+? -->\n.*?^<!-- end -->$"
+    text = re.sub(tables, "", text, flags=re.MULTILINE | re.DOTALL)
 
     def directives(found: re.Match[str]) -> str:
         lines: list[str] = []
@@ -427,8 +448,10 @@ KINDS: dict[str, Callable[..., str]] = {
     "arguments": arguments,
     "docstrings": docstrings,
     "metrics": metrics,
+    "names": names,
     "options": options,
     "pages": pages,
+    "parameters": parameters,
     "programs": program_table,
     "sections": sections,
 }

@@ -184,7 +184,7 @@ class MeanKConfig(RouterConfig, frozen=True):
 
 
 class LinearTopKConfig(MeanKConfig, LinearRouterConfig, frozen=True):
-    """A linear router that sends every token to the same whole number of experts."""
+    """A linear router that sends every token to k experts: the base of most custom routers."""
 
     k: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Experts per token."""
@@ -448,7 +448,12 @@ def routing_of_pairs(
     """Return the routing of a router that lists K experts for every token: N = T*K pairs, token-major.
 
     Args:
-        logits_TE: None, like `scores_TE`, if there are too many experts for (T, E) tables.
+        weights_TK: factor of each chosen expert's output; the task trains the router only through it.
+        expert_ids_TK: chosen experts, int64 from 0 to E - 1.
+        logits_TE: output of the router before any normalisation, which the loss `router_z` reads; None, like
+            `scores_TE`, if there are too many experts for (T, E) tables.
+        scores_TE: normalised logits of 0 or more, such as their softmax, which balancing losses read.
+        context: argument of `Router.forward`, with the padding mask and the length of the sequences.
         num_experts: E; required if `logits_TE` is None.
         kind: class of the routing, such as `VariableKRouting`.
         fields: other fields of that class, such as `selected_N`.
