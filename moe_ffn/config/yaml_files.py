@@ -149,7 +149,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         node = super().compose_node(parent, index)
-        if node is not None and node.end_mark is None:  # an alias of a list or mapping that has not ended yet
+        if (
+            node is not None and node.end_mark is None
+        ):  # an alias of a list or mapping that has not ended yet
             problem = (
                 "a value contains itself, by an alias (*) inside its own anchor (&); write it out"
             )
