@@ -1,4 +1,4 @@
-"""The program that compares runs: what it prints and writes, and what it refuses."""
+"""The program that compares runs: its output, its files and its errors."""
 
 from __future__ import annotations
 

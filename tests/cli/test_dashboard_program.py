@@ -25,7 +25,7 @@ NO_KEY = "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json needs non
 
 @pytest.fixture
 def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
-    """Run the program with a home folder of its own, and a wandb that knows of no earlier call."""
+    """Run the program with a separate home folder and a freshly imported wandb."""
     import wandb
 
     def run(*argv: str, **environment: str) -> Finished:
@@ -41,7 +41,7 @@ def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashb
 
 
 def unsupported(done: Finished) -> str:
-    """Return the one line of a refusal, without `error: `."""
+    """Return the single line of an error, without `error: `."""
     assert (done.code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     return line.removeprefix("error: ")

@@ -1,4 +1,4 @@
-"""`moe-ffn report`: where it writes, what it says, and how it follows a run."""
+"""`moe-ffn report`: its files, its messages and `--watch`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def reloads(path: Path) -> bool:
 
 
 def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
-    """Each look of the watcher finds the run further on."""
+    """The run advances with each look of the watcher."""
     run = Path("run")
     run.mkdir()
     (run / "config.yaml").write_text("trainer: {max_steps: 20}\n")
