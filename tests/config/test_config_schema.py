@@ -80,7 +80,7 @@ def test_schema_knows_every_member(schema: dict[str, Any], family: type[TaggedCo
         tag = branch.get("properties", {}).get("type", {})
         tags |= set(tag.get("enum", [])) | {tag[key] for key in ("const",) if key in tag}
     assert tags == set(family.members)
-    # and classes of one's own, by import path
+    # and custom classes, by import path
     assert any(b.get("properties", {}).get("type", {}).get("pattern") == ":" for b in branches)
 
 
