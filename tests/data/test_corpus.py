@@ -33,7 +33,7 @@ def names(*paths: str | Path) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three texts, and beside them what must be skipped."""
+    """A folder with three texts and files that must be skipped."""
     folder = tmp_path / "books"
     for name in ("b.txt", "a.md", "deep/c.txt", ".hidden", ".git/config", "deep/.secret/d.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
