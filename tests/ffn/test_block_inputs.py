@@ -110,7 +110,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 """Sentences, and what differs from a call that is right."""
 EVERYWHERE = ("x has width", "context must be")
-"""All blocks call one function: one is tried with all mistakes, the others with these."""
+"""Messages tested on every block; all blocks call one function, so one block is tested with all messages."""
 
 
 @pytest.mark.parametrize(

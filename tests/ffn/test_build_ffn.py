@@ -85,7 +85,7 @@ def test_nested_options_reach_their_parts() -> None:
     assert ffn(torch.zeros(2, 8)).routing is not None
 
 
-# ---------------------------------------------------------------------------- a class of one's own
+# ---------------------------------------------------------------------------- a custom class
 
 
 def test_an_own_class_is_built_by_path(own_file: Path) -> None:
