@@ -406,7 +406,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
 
 
 def time_of(rows_alone: list[int], counts: list[int], threads: int) -> float:
-    """Until the last thread is done, in rows of one thread; a thread takes the next task when it is free.
+    """Time until the last thread ends, in rows of one thread; a free thread takes the next task.
 
     A row takes half of its time in its tile, and half in the gradients of matrices. Copies are not counted:
     they are the same for all loads.
