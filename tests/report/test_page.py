@@ -204,7 +204,7 @@ def test_a_nan_in_the_results_is_a_dash(moe: Path) -> None:
 
 
 def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
-    """Each value of the config in turn, and every name in the results."""
+    """Markup in each value of the config and in every name of the results."""
     moe = write_run(tmp_path / "runs" / "moe", layers=1, rows=10)
     evil = "<script>alert(1)</script>"
     config = yaml.safe_load((moe / "config.yaml").read_text())

@@ -137,7 +137,7 @@ def test_pages_of_every_kind(browser: Browser, page_of: Pages, name: str, width:
 
 
 def check_texts(page: Page) -> None:
-    """No two texts of a plot lie over each other, and none is cut off, by their boxes."""
+    """Check by their boxes that no texts of a plot overlap or are cut off."""
     found = page.evaluate(
         """() => [...document.querySelectorAll('.plot')].flatMap(plot => {
             const texts = [...plot.querySelectorAll('svg text')]

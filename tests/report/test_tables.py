@@ -146,7 +146,7 @@ def test_the_first_unused_experts_are_named() -> None:
 
 
 def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> str:
-    """The screen of a good run, unless `replaced` says otherwise."""
+    """The screen of a good run, with `replaced` fields."""
     summary: dict[str, Any] = {
         "validation_loss": 2.5,
         "validation_bits_per_byte": 3.6,
