@@ -237,7 +237,7 @@ def test_without_a_factor_every_policy_is_causal() -> None:
 
 
 def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
-    """Queues are of one sequence, by position; the same in training and in evaluation, whatever the batch."""
+    """Queues follow positions within one sequence, in training and evaluation alike."""
     config = CapacityConfig(per_sequence=2)
     # Two sequences of four tokens, all for expert 0, but the last of each.
     experts = [0, 0, 0, 1, 0, 0, 0, 1]
