@@ -1,4 +1,4 @@
-"""A config that counts other parameters than are built of it is refused before a run begins."""
+"""Configs that miscount their parameters are rejected before a run begins."""
 
 from __future__ import annotations
 
