@@ -150,7 +150,7 @@ def test_a_text_at_every_validation_and_the_last_is_the_sample(moe_run: Any) -> 
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleLog:
-    """One whose texts are `text 1`, `text 2` and on, for seed 7."""
+    """Log whose texts are `text 1`, `text 2`, ... of seed 7."""
     numbers = count(1)
     monkeypatch.setattr(
         callbacks, "sample_text", lambda *given: f"text {next(numbers)} of seed {given[-1]}"
