@@ -1,4 +1,4 @@
-"""A model made of trained ones computes what theory says that it computes, in float64."""
+"""Models initialised from trained ones match the theory, in float64."""
 
 from __future__ import annotations
 
