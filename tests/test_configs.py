@@ -46,7 +46,7 @@ WIDTHS = {
     "num_heads": 4,
     "num_kv_heads": 2,
 }
-"""Largest sizes at which a model is trained here; it is built on the meta device in its own."""
+"""Largest sizes of the models trained here; the full-sized model is built on the meta device."""
 TRIED: set[str] = set()
 """Models that an arm of some study had, with their objectives: many studies have the same."""
 

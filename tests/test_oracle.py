@@ -1,4 +1,4 @@
-"""THE oracle: a double loop over tokens and their pairs, held against every way to compute an MoE.
+"""THE oracle: a double loop over tokens and their pairs, compared with every way to compute an MoE.
 
 The registries drive the parameters, so a newly registered router, kind of experts or backend is
 tested by being registered. Routers, limits and experts meet in the plan alone, so the quick suite crosses

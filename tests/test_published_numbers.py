@@ -101,7 +101,7 @@ def limited_top_2(priority: Callable[[Routing], Tensor]) -> Routing:
 
 
 def least_sum_of_weights(routing: Routing) -> float:
-    """Over all tokens: 0 where one of them keeps nothing."""
+    """Smallest sum of a token's kept weights; 0 if a token keeps none."""
     sums_T = torch.zeros(routing.num_tokens).index_add(
         0,
         routing.token_indices_N[routing.computed_N],
