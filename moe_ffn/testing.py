@@ -86,7 +86,9 @@ def check_router(
     causal: bool = True,
     seq_len: int = _MAX_LENGTH,
 ) -> None:
-    """Check a router: its routings, their gradient, its causality, and its config.
+    """Check a router: its routings, the gradient of each parameter, its causality, and its config.
+
+    An exception in the router's own code is raised unchanged.
 
     Args:
         router: config of the router, or its options, or its `type`.
@@ -419,6 +421,10 @@ class PartChecks:
                 self.require_router_to_learn(router, lambda: block(x, context).hidden, "hidden")
 
     def router(self, config: RouterConfig, num_experts: int) -> None:
+        try:
+            config.check_num_experts(num_experts)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         router = self.built(config.build(self.d_model, num_experts), Router)
         self.require_arguments(router, "x_TD", "context")
 
@@ -454,6 +460,12 @@ class PartChecks:
             self.require_router_to_learn(
                 router, lambda: route(self.x(), self.token_ids_BS()).weights_N, "weights_N"
             )
+            with torch.enable_grad():
+                routing = route(self.x(), self.token_ids_BS())
+            self.require_all_gradients(router, routing)
+        num_built = sum(parameter.numel() for parameter in router.parameters())
+        if num_built != (counted := config.num_params(self.d_model, num_experts)):
+            raise miscounted(self.name, counted, num_built, None, self.d_model)
 
     def require_router_to_learn(
         self, router: nn.Module, call: Callable[[], Tensor], name: str
@@ -472,6 +484,23 @@ class PartChecks:
             "weights_N must be computed from them without detach() or no_grad(), and not be a constant; for "
             "a fixed router set learns: ClassVar[bool] = False in its config",
         )
+
+    def require_all_gradients(self, router: nn.Module, routing: Routing) -> None:
+        """Raise if no tensor of a routing has a gradient with respect to one of the router's parameters."""
+        tensors = [v for v in vars(routing).values() if isinstance(v, Tensor) and v.requires_grad]
+        parameters = {name: p for name, p in router.named_parameters() if p.requires_grad}
+        if not parameters:
+            return
+        directions = [torch.ones_like(tensor) for tensor in tensors]
+        grads = torch.autograd.grad(
+            tensors, list(parameters.values()), directions, allow_unused=True
+        )
+        for name, grad in zip(parameters, grads, strict=True):
+            if grad is None:
+                raise self.error(
+                    f"its parameter {name} gets no gradient; compute the tensors of its routing from it, "
+                    "without detach() or no_grad(), or set its requires_grad to False"
+                )
 
     def experts(self, experts: Any, width: int, num_experts: int) -> None:
         """Check built experts; `width` is the width of their input and output."""

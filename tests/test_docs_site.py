@@ -65,6 +65,9 @@ def check_own_model(names: dict[str, Any], printed: str) -> None:
     assert names["counting"][-1] < 0.7 * names["counting"][0], "the model learns"
     assert names["load_E"].sum() == 2 * 16 * 16, "two experts of each token"
     assert "pairs of each expert: [" in printed
+    assert [*names["row"][0]][:2] == ["load", "max_violation"]
+    half_dense = names["Model"](["swiglu", names["MOE"]])
+    assert len(half_dense(names["token_ids"])[1]) == 1, "only one layer has a routing"
 
 
 def check_reading(names: dict[str, Any], printed: str) -> None:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from moe_ffn import ConfigError, FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
 from moe_ffn.config.errors import UseCase
 from moe_ffn.experts import ExpertsConfig
-from moe_ffn.routing import TopKRouterConfig
+from moe_ffn.outputs import Routing
+from moe_ffn.routing import (
+    LinearRouter,
+    LinearTopKConfig,
+    Router,
+    TopKRouterConfig,
+    routing_of_pairs,
+)
 from moe_ffn.testing import check_experts, check_ffn, check_router
 from tests.helpers.every_router import ROUTERS, is_causal
 
@@ -113,6 +120,81 @@ def test_a_block_whose_output_does_not_teach_its_router_is_refused() -> None:
         match=r"^Deaf: hidden has no gradient with respect to the parameters of its router;",
     ):
         check_ffn(Deaf(), D_MODEL)
+
+
+class CosineConfig(LinearTopKConfig, frozen=True):
+    """A custom router with a learned temperature, and the mistakes that one can make in it."""
+
+    mistake: str = ""
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return CosineRouter(self, d_model, num_experts)
+
+    def num_params(self, d_model: int, num_experts: int) -> int:
+        return super().num_params(d_model, num_experts) + (self.mistake != "miscounted")
+
+
+class CosineRouter(LinearRouter):
+    def __init__(self, config: CosineConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.log_temperature = nn.Parameter(torch.tensor(-1.0))
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        mistake, temperature = self.config.mistake, self.log_temperature.exp()
+        if mistake == "detached":
+            temperature = temperature.detach()
+        x_TD = nn.functional.normalize(x_TD, dim=-1)
+        if mistake == "raises":
+            x_TD = x_TD @ x_TD
+        logits_TE = self.logits(x_TD) / (1 if mistake == "auxiliary" else temperature)
+        scores_TE = logits_TE.softmax(dim=-1)
+        weights_TK, ids_TK = scores_TE.topk(self.config.k, dim=-1)
+        if mistake == "auxiliary":  # the temperature learns from the balancing losses alone
+            scores_TE = (logits_TE / temperature).softmax(dim=-1)
+        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"mistake": "miscounted"},
+            r"'tests\.test_testing:CosineConfig': num_params returns 64, but the module has 65 parameters; "
+            "correct num_params, which .*",
+        ),
+        (
+            {"mistake": "detached"},
+            "'tests.test_testing:CosineConfig': its parameter log_temperature gets no gradient; compute the "
+            r"tensors of its routing from it, without detach\(\) or no_grad\(\), or set its requires_grad "
+            "to False",
+        ),
+        (
+            {"k": 5},
+            r"router\.k \(5\) must not exceed num_experts \(4\); lower router.k or raise .*",
+        ),
+    ],
+)
+def test_a_router_that_breaks_a_promise_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{message}$"):
+        check_router(CosineConfig.model_validate(options), D_MODEL, 4)
+
+
+def test_a_good_router_passes_and_an_exception_in_it_keeps_its_traceback() -> None:
+    for good in ({}, {"mistake": "auxiliary"}):
+        check_router(CosineConfig.model_validate(good), D_MODEL, 4)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as raised:
+        check_router(CosineConfig.model_validate({"mistake": "raises"}), D_MODEL, 4)
+    assert raised.traceback[-1].name == "forward"
+
+
+def test_the_parameter_without_a_row_for_each_expert_is_named() -> None:
+    router = CosineConfig.model_validate({}).build(D_MODEL, 4)
+    with pytest.raises(
+        ConfigError,
+        match=r"^CosineRouter has no row for each expert in log_temperature, so its experts cannot be "
+        r"pruned, merged or copied; let your own expert_rows\(\) return only rows, or use router.type",
+    ):
+        router.expert_rows()
 
 
 def test_a_check_leaves_the_block_and_the_random_state_as_they_are() -> None:

@@ -38,7 +38,7 @@ def check_routing(value: object, function_name: str) -> None:
         return
     got = f"a value of type {type(value).__name__}"
     if value is None:
-        got = "None, the routing of a block without a router"
+        got = "None, the routing of a block without a router; leave such layers out"
     elif isinstance(value, FFNOutput):
         got = "an FFNOutput; use output.routing"
     raise TypeError(f"{function_name} takes a Routing, but got {got}")

@@ -17,8 +17,8 @@ from moe_ffn.cli.exit import EXIT_FAILED
 from moe_ffn.cli.parser import Parser, page_file, positive, whole, write_output
 from moe_ffn.config.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.numbers import compact
+from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.custom_parts import check_counts
 from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, LayoutPlan, plan_layouts
 from moe_ffn.weights.init_from import model_of_source
 
@@ -29,7 +29,7 @@ MAX_TOO_LARGE = 3
 
 def main(argv: Sequence[str]) -> int:
     flags, config = parse_flags(argv, TrainConfig, command("plan"), _add_flags)
-    check_counts(config)
+    cost = Budget.of(config).model
     device = device_of(flags)
     teacher = None
     distill = config.objective.distill
@@ -37,13 +37,9 @@ def main(argv: Sequence[str]) -> int:
         teacher = model_of_source(distill.teacher, "objective.distill.teacher")
     plans = plan_layouts(config, flags.gpus, device, flags.efficiency, teacher)
     say = Console().print
-    params, active = (
-        compact(count(*config.data.text_sizes))
-        for count in (config.model.num_params, config.model.num_active_params)
-    )
     say(
-        f"{params} parameters, {active} of them active; {flags.gpus} x {device.name}, "
-        f"{compact(plans[0].tokens)} tokens per step",
+        f"{compact(cost.params)} parameters, {compact(cost.active_params)} of them active; "
+        f"{flags.gpus} x {device.name}, {compact(plans[0].tokens)} tokens per step",
         highlight=False,
     )
     if teacher is not None:

@@ -132,9 +132,20 @@ class Config(BaseModel, frozen=True):
         """Return comments that `--print-config` prints above the YAML."""
         return ()
 
+    def model_dump(self, **arguments: Any) -> dict[str, Any]:
+        """Return the options as pydantic does, but nested configs with all options of their own class.
+
+        By default, pydantic would drop the options that the declared class of a field lacks.
+        """
+        return super().model_dump(**{"serialize_as_any": True, **arguments})
+
+    def model_dump_json(self, **arguments: Any) -> str:
+        """Return `model_dump` as JSON."""
+        return super().model_dump_json(**{"serialize_as_any": True, **arguments})
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers, for YAML files and checkpoints."""
-        return self.model_dump(mode="json", serialize_as_any=True)
+        return self.model_dump(mode="json")
 
     def to_short_dict(self) -> dict[str, Any]:
         """Return `to_dict` without options at their defaults; every `type` is kept."""

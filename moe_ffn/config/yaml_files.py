@@ -147,6 +147,15 @@ class _Loader(yaml.SafeLoader):
     `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake.
     """
 
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        node = super().compose_node(parent, index)
+        if node.end_mark is None:  # an alias of a list or mapping that has not ended yet
+            problem = (
+                "a value contains itself, by an alias (*) inside its own anchor (&); write it out"
+            )
+            raise ComposerError(None, None, problem, node.start_mark)
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()

@@ -68,9 +68,10 @@ class _RoutingMetrics(Metric):
             setattr(self, statistic.name, statistic.add(before, batch))
 
     def compute(self) -> dict[str, Tensor]:
-        """Return key -> value; nan if a metric does not apply, such as `capacity_used` without a capacity."""
+        """Return key -> value of each metric that applies: no `capacity_used` without a capacity."""
         metrics = self._metrics()
-        return compute(metrics, {s.name: getattr(self, s.name) for s in statistics_of(metrics)})
+        values = compute(metrics, {s.name: getattr(self, s.name) for s in statistics_of(metrics)})
+        return {key: v for key, v in values.items() if v.ndim or not v.isnan()}
 
     def _metrics(self) -> list[TableMetric]:
         return measured_in(*self.measured, is_pairs_only=self.is_pairs_only)
@@ -80,7 +81,7 @@ class LoadMetrics(_RoutingMetrics):
     """Metrics computed from counts of pairs, such as `load`; cheap enough for every batch.
 
     Counts are summed before ratios are taken, so MaxVio measures lasting imbalance, not the noise of one
-    batch. `capacity_used` is nan unless `update` gets `expert_capacity`, such as
+    batch. `capacity_used` needs the `expert_capacity` of each `update`, such as
     `layer.capacity.expert_capacity(routing, training=True)`.
     """
 

@@ -11,9 +11,6 @@ from moe_ffn.report import run_summary
 from moe_ffn.report.html import write_page
 from moe_ffn.runs.reader import Run, read_runs
 
-HtmlOf = Callable[..., str]
-"""(runs, reload_every=..., output=...) -> page; see `report_html`."""
-
 
 def write_report(
     folders: Sequence[Path],
@@ -21,7 +18,7 @@ def write_report(
     *,
     reload_every: float | None = None,
     has_ended: bool = False,
-    html_of: HtmlOf | None = None,
+    html_of: Callable[..., str] | None = None,
 ) -> list[Run]:
     """Write the page of these runs atomically, and return the runs.
 
@@ -29,7 +26,7 @@ def write_report(
         reload_every: seconds between reloads of the page while a run is in progress; None never reloads.
         has_ended: True if the caller knows that training has ended; otherwise a run counts as interrupted
             only after its files have not changed for a long time.
-        html_of: returns the page; by default `report_html`, for one run.
+        html_of: returns the page, as `report_html` does for one run, which is the default.
 
     Raises:
         ConfigError: a folder is not a run, or `output` cannot be written.
@@ -79,7 +76,7 @@ def watch(
     every: float,
     say: Callable[[str], None],
     sleep: Callable[[float], None] | None = None,
-    html_of: HtmlOf | None = None,
+    html_of: Callable[..., str] | None = None,
 ) -> None:
     """Rewrite the page every few seconds until no run is in progress.
 

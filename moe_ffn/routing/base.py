@@ -222,9 +222,12 @@ class Router(nn.Module, ABC):
             ConfigError: a parameter or buffer has another first axis, so experts cannot be pruned, merged or
                 copied.
         """
-        raise ConfigError(
-            f"{type(self).__name__} has no row for each expert, so its experts cannot be pruned, merged or "
-            "copied; use router.type top_k or sigmoid_top_k"
+        raise self._no_rows()
+
+    def _no_rows(self, where: str = "", fix: str = "") -> ConfigError:
+        return ConfigError(
+            f"{type(self).__name__} has no row for each expert{where}, so its experts cannot be pruned, "
+            f"merged or copied; {fix}use router.type top_k or sigmoid_top_k"
         )
 
     def begin_step(self, generator: torch.Generator) -> None:
@@ -298,12 +301,19 @@ class LinearRouter(Router):
         return values_TE if self.correction_bias_E is None else values_TE + self.correction_bias_E
 
     def expert_rows(self) -> dict[str, Tensor]:
-        if self.input_norm is not None or self.mlp is not None:
-            return super().expert_rows()
         state = self.state_dict(keep_vars=True)
         num_experts = len(self.projection.weight)
-        have_rows = all(value.ndim and len(value) == num_experts for value in state.values())
-        return state if have_rows else super().expert_rows()
+        others = [
+            name
+            for name, value in state.items()
+            if name.startswith(("input_norm.", "mlp."))  # also if d_model equals num_experts
+            or not value.ndim
+            or len(value) != num_experts
+        ]
+        if others:
+            fix = "let your own expert_rows() return only rows, or "
+            raise self._no_rows(f" in {', '.join(others)}", fix)
+        return state
 
     def extra_repr(self) -> str:
         config, fields = self.config, type(self.config).model_fields

@@ -110,11 +110,11 @@ class LlamaCpp:
                 self.experts["type"] != gates["type"]
             ),
             "ffn.experts.alpha: 1.702 and limit: 7": gates != self.experts,
+            f"sparse layers only, not {dense} dense (model.ffn_at),": self.renormalizes is not None
+            and dense,
             f"ffn.router.renormalize: {str(self.renormalizes).lower()}": (
                 self.renormalizes not in (None, options.get("sparse.router.renormalize"))
             ),
-            f"sparse layers only, not {dense} dense (model.ffn_at),": self.renormalizes is not None
-            and dense,
             "attention.bias: false": options["attention.bias"] and not self.has_biases,
             "heads of width d_model / num_heads": (
                 heads != options["d_model"] and not self.has_head_dim

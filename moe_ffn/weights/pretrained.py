@@ -74,13 +74,18 @@ def save_pretrained(
     """Write a decoder and its tokenizer as a model folder, replacing a model folder that exists.
 
     Raises:
-        ConfigError: the folder holds other files or cannot be written, or the model has adapters of peft;
-            then nothing changes.
+        ConfigError: the folder holds other files or cannot be written, or the model is no Decoder or has
+            adapters of peft; then nothing changes.
     """
     if any(type(module).__module__.split(".")[0] == "peft" for module in decoder.modules()):
         raise ConfigError(
             "the model has adapters of peft, which a model folder cannot contain; save what "
             "merge_and_unload() returns"
+        )
+    if not isinstance(decoder, Decoder):
+        raise ConfigError(
+            f"save_pretrained writes a Decoder, but got a {type(decoder).__name__}; save your own model with "
+            "torch.save: its state_dict(), and the options of its blocks"
         )
     write_model_folder(Path(folder), decoder, decoder.state_dict(), tokenizer)
 

@@ -110,7 +110,7 @@ def test_losses_reject_values_that_are_not_a_routing(name: str) -> None:
     function = TAKE_A_ROUTING[name]
     output = build_ffn("swiglu", 8)(torch.randn(2, 8))
     for wrong, got in (
-        (output.routing, "None, the routing of a block without a router"),
+        (output.routing, "None, the routing of a block without a router; leave such layers out"),
         (output, "an FFNOutput; use output.routing"),
         (output.hidden, "a value of type Tensor"),
     ):

@@ -16,11 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_ffn
 from moe_ffn import load_pretrained
+from moe_ffn.cli.train import parse
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.tokenizer import BytesTokenizer
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import MODEL_FOLDER
 from moe_ffn.runs.reader import load_model
+from moe_ffn.studies.which import BLOCKS
 from moe_ffn.weights.pretrained import TOKENIZER_FILE
+from moe_ffn.weights.to_transformers import choose_architecture
 from tests.helpers import theirs
+from tests.helpers.cases import ROOT
 from tests.helpers.theirs import SHARED, logits, make, save
 from tests.helpers.tiny_runs import Finished, finished_copy, options, run_here, trained
 
@@ -50,6 +56,27 @@ def test_a_run_becomes_a_folder_of_transformers(tmp_path: Path) -> None:
     text = "the cat sat"
     encoded = AutoTokenizer.from_pretrained(tmp_path / "theirs").encode(text)
     assert encoded == saved.tokenizer.encode(text).tolist()
+
+
+BLOCKS_WITH_GATES = {arm: block for arm, block in BLOCKS.items() if arm != "gelu"}
+"""Candidates of `which`, without the one that no architecture of transformers has."""
+DEFAULTS = {
+    "make train": TrainConfig(),
+    **{
+        name: parse(["--config", str(ROOT / f"configs/{name}.yaml")])
+        for name in ("moe", "small", "demo", "adamw", "swiglu", "llama_style", "mixtral_style")
+    },
+    **{
+        f"which, {arm}": validate(TrainConfig, {"model": {"scale_embeddings": True, "ffn": block}})
+        for arm, block in BLOCKS_WITH_GATES.items()
+    },
+}
+
+
+@pytest.mark.parametrize("config", DEFAULTS.values(), ids=DEFAULTS)
+def test_default_models_go_to_transformers_and_llama_cpp(config: TrainConfig) -> None:
+    export = choose_architecture(config.model.build_empty(257, 48), has_tokenizer=True)
+    assert not export.family.llama_cpp.problem(export.ours)
 
 
 def test_a_transformers_folder_converts_to_our_format_and_back(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from moe_ffn.kernels.memory import (
 from moe_ffn.runs import memory
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.memory import check_fits
-from tests.helpers.faults import OWN_BLOCK
+from tests.helpers.fitted import OWN_BLOCK
 from tests.helpers.tiny_runs import finished_copy, fork_all
 
 RunTrain = Callable[..., Any]
@@ -249,6 +249,7 @@ def test_freed_memory_is_reused_without_new_pages(megabytes: int) -> None:
     found = multiprocessing.get_context("fork").SimpleQueue()
 
     def count_pages(keep: bool) -> None:
+        pages = 0
         # The defaults of malloc.h, whatever this process has set or glibc has learned in it.
         defaults = {_M_TRIM_THRESHOLD: 2**17, M_MMAP_THRESHOLD: 2**17, _M_MMAP_MAX: 2**16}
         for option, value in defaults.items():

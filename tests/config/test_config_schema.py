@@ -43,6 +43,20 @@ def test_every_member_goes_to_a_dict_and_back(family: type[TaggedConfig], tag: s
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain  # nothing but plain values
 
 
+def test_a_dump_of_pydantic_has_the_options_of_nested_configs() -> None:
+    router = {"type": "top_k", "k": 4}
+    inner = {"type": "moe", "router": router, "experts": {"type": "mlp", "d_ff": 24}}
+    config = FFNConfig.model_validate(
+        {"type": "normed", "ffn": {**inner, "shared_expert": "dense"}}
+    )
+
+    dumped = config.model_dump()
+    assert (dumped["ffn"]["router"]["k"], dumped["ffn"]["experts"]["d_ff"]) == (4, 24)
+    assert FFNConfig.model_validate(dumped) == config
+    assert json.loads(config.model_dump_json()) == config.to_dict()
+    assert set(config.model_dump(serialize_as_any=False)["ffn"]) == {"type"}, "pydantic's default"
+
+
 # -------------------------------------------------------------------------------- JSON schema
 
 

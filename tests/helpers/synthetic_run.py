@@ -1,4 +1,4 @@
-"""Results of runs, made of a few numbers; folders of runs with made-up results, and their pages."""
+"""Synthetic runs with their pages, and one-layer decoders whose units and routers are known."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import torch
 import yaml
+from torch import Tensor
 
+from moe_ffn import DecoderConfig
 from moe_ffn.config.option_tree import merge, nest_options
 from moe_ffn.config.yaml_files import validate
+from moe_ffn.data.tokenizer import BytesConfig
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.report.inspect import TokenizedText, text_of_tokens
 from moe_ffn.report.studies.comparison_page import html_of_runs
 from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.config import TrainConfig
@@ -395,3 +402,36 @@ def make_result(
         machine=machine or {"precision": "32-true"},
         fingerprints=dict(fingerprints),
     )
+
+
+BYTES = BytesConfig().build([])
+D, S = 32, 16
+
+
+def random_text(letters: bytes, size: int = 4000, seq_len: int = S) -> TokenizedText:
+    ids = np.random.default_rng(0).choice(list(letters), size)
+    return text_of_tokens(np.append(ids, BYTES.end_of_document), BYTES, seq_len, size)
+
+
+def decoder_of(ffn: Any, letters: bytes, **config: Any) -> Decoder:
+    """Decoder of one layer with one axis per letter and an attention that adds nothing."""
+    torch.manual_seed(0)
+    options = {"d_model": D, "num_layers": 1, "tie_embeddings": False, "ffn": ffn} | config
+    options.setdefault("attention", {"num_heads": 2})
+    decoder: Any = DecoderConfig.model_validate(options).build(BYTES.vocab_size, 64).eval()
+    with torch.no_grad():
+        for layer in decoder.layers:
+            layer.attention.output.weight.zero_()
+        decoder.embedding.weight.zero_()
+        decoder.unembedding.weight.zero_()
+        for place, letter in enumerate(letters):
+            decoder.embedding.weight[letter, place] = 1
+            decoder.unembedding.weight[letter, place] = 1
+    return decoder
+
+
+LETTERS = b"abcdef"
+
+
+def axis(letter: str, sign: float = 1.0) -> Tensor:
+    return sign * torch.eye(D)[LETTERS.index(letter.encode())]

@@ -285,9 +285,30 @@ def test_bad_batches_are_one_sentence() -> None:
         audit(model, ids)
 
 
+def test_a_module_that_takes_no_input_ids_is_told_what_to_do() -> None:
+    class Own(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, token_ids: Tensor) -> Tensor:
+            return self.layers(token_ids)
+
+    ffn = moe_ffn.build_ffn("moe", 8)
+    ffn.register_forward_hook(lambda module, args, output: output.hidden)
+    model = Own(nn.Embedding(64, 8), ffn, nn.Linear(8, 64))
+    with pytest.raises(
+        ConfigError,
+        match=r"^audit: Own.forward cannot be called with input_ids \(missing a required argument: "
+        r"'token_ids'\); audit a module whose forward\(input_ids\) returns the logits, such as one "
+        r"that calls this model$",
+    ):
+        audit(model, batch()["input_ids"])
+
+
 def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
     sizes: dict[str, Any] = {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "head_dim": 128,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 5, "head_dim": 128,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
     }  # fmt: skip
     with torch.device("meta"):
@@ -295,12 +316,12 @@ def test_a_large_model_without_numbers_is_checked_in_shape() -> None:
         ids_BS = torch.zeros(2, 8, dtype=torch.long)
     model.model.layers[2].mlp.experts.down_proj.requires_grad_(requires_grad=False)
     report = audit(model, ids_BS)
-    assert sum(p.numel() for p in model.parameters()) > 5e9
+    assert sum(p.numel() for p in model.parameters()) > 7e9
     assert problems(report) == {"learning": {"layer_02"}}
     assert "down_proj" in str(report)
     total = sum(p.numel() for p in model.parameters())
     expert = 3 * 4096 * 14336
-    assert report.facts["parameters"].endswith(f" {total - 4 * 6 * expert:,} active")
+    assert report.facts["parameters"].endswith(f" {total - 5 * 6 * expert:,} active")
     assert [finding.check for finding in report.findings if finding.verdict == "skip"] == [
         "numbers"
     ]

@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moe_ffn import ConfigError, DecoderConfig, load_balancing_loss
 from moe_ffn.interop import watch
 from moe_ffn.metrics import LoadMetrics, TokenMetrics
-from tests.helpers.faults import make_rules
+from tests.helpers.fitted import make_rules
 from tests.helpers.transformers_models import FAMILIES, model_of
 
 SIGMOID = {

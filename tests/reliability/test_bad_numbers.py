@@ -27,8 +27,7 @@ from moe_ffn.training import module as module_file
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 from tests.helpers.cases import cases
-from tests.helpers.faults import OWN_BLOCK, Fault
-from tests.helpers.fitted import Fitted
+from tests.helpers.fitted import OWN_BLOCK, Fault, Fitted
 from tests.helpers.tiny_runs import options, run
 
 # -- one step is skipped

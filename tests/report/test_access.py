@@ -24,8 +24,7 @@ from moe_ffn.report.studies.comparison_page import html_of_runs
 from moe_ffn.report.trace import Choice, Layer, TextTrace, TokenTrace, Visit
 from moe_ffn.report.trace_view import PALETTE, page
 from moe_ffn.runs.reader import read_runs
-from tests.helpers.known_decoder import LETTERS, decoder_of, random_text
-from tests.helpers.synthetic_run import raise_alarms, write_run
+from tests.helpers.synthetic_run import LETTERS, decoder_of, raise_alarms, random_text, write_run
 
 AUDIT = AuditReport(
     "Decoder", {"experts": "8"}, ("layer_00",), (Finding("order", "layer_00", "fail", "a", "b"),)

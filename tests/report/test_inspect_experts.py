@@ -14,7 +14,7 @@ from moe_ffn.outputs import Routing
 from moe_ffn.report.expert_tokens import NOT_REACHED, Assignment, expert_tokens, text_positions
 from moe_ffn.report.inspect import experts, inspect_model, text_of_tokens
 from moe_ffn.report.inspect.experts import Attribute, agreement, entropy, mutual_information
-from tests.helpers.known_decoder import BYTES, LETTERS, axis, decoder_of, random_text
+from tests.helpers.synthetic_run import BYTES, LETTERS, axis, decoder_of, random_text
 
 MakeRouting = Callable[..., Routing]
 

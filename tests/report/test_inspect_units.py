@@ -22,7 +22,7 @@ from moe_ffn.report.inspect.units import (
     explanation,
     layer_units,
 )
-from tests.helpers.known_decoder import BYTES, LETTERS, D, S, axis, decoder_of, random_text
+from tests.helpers.synthetic_run import BYTES, LETTERS, D, S, axis, decoder_of, random_text
 
 DENSE = {"type": "dense", "activation": "relu", "d_ff": 4, "bias": True}
 

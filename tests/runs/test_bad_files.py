@@ -34,6 +34,14 @@ FILES = {
         "model:\n  ffn:\n    type: moe\n    type: glu",
         r"is not valid YAML \(line 4\): 'type' is given twice$",
     ),
+    "a value that contains itself": (
+        "run: {seed: 1}\nmodel: &a\n  ffn: [*a]",
+        r"is not valid YAML \(line 2\): a value contains itself, by an alias .* write it out$",
+    ),
+    "a merge of itself": (
+        "&a {<<: *a}",
+        r"is not valid YAML \(line 1\): a value contains itself, .+",
+    ),
     "not UTF-8": (b"run: {name: \xff}", r"is not a UTF-8 text file$"),
     "long": ("# " + "x" * 100_000, r"is longer than 100000 bytes, so it is not a config$"),
 }

@@ -17,8 +17,7 @@ from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import LAUNCHER_VARIABLES, require_valid
 from moe_ffn.training.config import TrainerConfig
-from tests.helpers.faults import OWN_BLOCK
-from tests.helpers.fitted import Fit, Fitted
+from tests.helpers.fitted import OWN_BLOCK, Fit, Fitted
 
 RunTrain = Callable[..., Any]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn import Decoder
+from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from moe_ffn.model.generate import generate
 from moe_ffn.weights import export_gguf, export_transformers
@@ -146,6 +146,10 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "Qwen2-MoE, shared expert added": ({"ffn": moe()}, NO_LITGPT),
     "Qwen2-MoE": ({"ffn": moe(**SIGMOID_GATE)}, NO_LITGPT),
+    "Qwen2-MoE, the default model": ({**DecoderConfig().to_dict(), "d_model": 32}, NO_LITGPT),
+    "Qwen2-MoE, a model of `which`": (
+        {"scale_embeddings": True, "ffn": moe(num_experts=32, router__k=4, router__scale=0.25)}, NO_LITGPT
+    ),
     "OLMoE": ({**OLMOE, "ffn": moe()}, NO_LITGPT),
     "OLMoE, renormalised": ({**OLMOE, "ffn": RENORMALISED}, MLX),
     "DeepSeek-V3, no groups": (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import moe_ffn
 from moe_ffn import ConfigError, Decoder, DecoderConfig
@@ -241,6 +241,17 @@ def test_a_folder_without_a_tokenizer_or_a_model_is_an_error(tmp_path: Path) -> 
         moe_ffn.load_tokenizer(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"is not there; give the folder of a model"):
         moe_ffn.load_pretrained(tmp_path / "other")
+
+
+def test_a_model_of_the_users_own_is_refused_with_the_way_to_save_it(tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.raises(
+        ConfigError,
+        match=r"^save_pretrained writes a Decoder, but got a Linear; save your own model with torch.save: "
+        r"its state_dict\(\), and the options of its blocks$",
+    ):
+        moe_ffn.save_pretrained(model, tmp_path / "model")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("failing", ["config", "weights", "rename"])

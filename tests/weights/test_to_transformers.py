@@ -450,6 +450,10 @@ LLAMA_CPP: dict[str, tuple[dict[str, Any], str]] = {
         {"attention": HEAD_NORMS, "ffn": moe(router__renormalize=True), "ffn_at": {"1": "swiglu"}},
         "llama.cpp requires sparse layers only, not 1 dense (model.ffn_at), in qwen3_moe",
     ),
+    "a dense layer, and renormalised": (
+        {"ffn": moe(router__renormalize=True), "ffn_at": {"0": "swiglu"}},
+        "llama.cpp and mlx-lm require sparse layers only, not 1 dense (model.ffn_at), in qwen2_moe",
+    ),
     "biases": (
         {"attention": {**HEAD_NORMS, "bias": True}},
         "llama.cpp requires attention.bias: false in qwen3",

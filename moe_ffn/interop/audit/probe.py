@@ -5,6 +5,7 @@ B sequences, S positions, V vocabulary, T = B * S tokens
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -151,6 +152,14 @@ class Probe:
         elif self.config is not None:
             output = self.model(**{"use_cache": False, **batch})
         else:
+            try:
+                inspect.signature(self.model.forward).bind(**batch)
+            except TypeError as error:
+                raise ConfigError(
+                    f"audit: {type(self.model).__name__}.forward cannot be called with {', '.join(batch)} "
+                    f"({error}); audit a module whose forward({_IDS}) returns the logits, such as one that "
+                    "calls this model"
+                ) from error
             output = self.model(**batch)
         logits_BSV = getattr(output, "logits", output)
         if not isinstance(logits_BSV, Tensor) or logits_BSV.ndim != 3:

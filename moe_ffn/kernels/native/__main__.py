@@ -1,12 +1,13 @@
 """`python -m moe_ffn.kernels.native` compiles the kernels, so that the first run need not.
 
-With `--tune`, it measures other sizes on this CPU, and prints the best row for `KINDS` in build.py.
+With `--tune`, it measures other sizes on this CPU, and writes the best ones to a file that later runs read.
 T tokens, D model width, F expert width, E experts, K experts per token, H rows of the first matrix (2 F)
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import time
@@ -15,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from moe_ffn.files import read_object, write_atomically
 from moe_ffn.kernels import cpu
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.native import build
@@ -99,8 +101,15 @@ def main() -> None:
     reason = build.load()
     print("the CPU kernels are compiled" if reason is None else f"the C++ kernel {reason}")
     if given.tune and reason is None:
-        kind = build.kind_of_cpu()
-        print(f'"{kind}": {tune(build.KINDS[kind])},')
+        kind, path = build.kind_of_cpu(), build.row_file()
+        sizes = vars(tune(build.KINDS[kind]))
+        sizes = {
+            name: size for name, size in sizes.items() if size != getattr(build.KINDS[kind], name)
+        }
+        print(f"{kind}: {sizes or 'the sizes of the table are the fastest'}")
+        rows = (read_object(path) or {}) | {kind: sizes}
+        write_atomically(path, json.dumps(rows))
+        print(f"written: {path}; delete it to use the table again")
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe_ffn.files import write_atomically
+from moe_ffn.files import read_object, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Kind:
         return [f"-DMOE_FFN_{n.upper()}={v}" for n, v in vars(self).items() if n != "flags"]
 
 
-# `python -m moe_ffn.kernels.native --tune` measures a row. Speeds are those of one thread.
+# `python -m moe_ffn.kernels.native --tune` measures a row for `row_file`. Speeds are those of one thread.
 KINDS = {
     # Zen 4: other panels and tiles are equal or up to 8 % slower.
     "AVX512": Kind("-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx2 -mfma -mf16c"),
@@ -157,9 +157,13 @@ def _command(compiler: list[str], row: Kind | None = None) -> tuple[list[str], P
     inputs = [torch.__version__, platform.machine(), version, *command]
     inputs += [(HERE / name).read_text() for name in SOURCES]
     key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
+    return command, _cache_folder() / f"native-{key}.so"
+
+
+def _cache_folder() -> Path:
     cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     cache_home = cache_home if cache_home.is_absolute() else Path.home() / ".cache"
-    return command, cache_home / "moe_ffn" / f"native-{key}.so"
+    return cache_home / "moe_ffn"
 
 
 def kind_of_cpu() -> str:
@@ -168,11 +172,32 @@ def kind_of_cpu() -> str:
     return kind if kind in KINDS else "DEFAULT"  # for "NO AVX" and "SVE256"
 
 
+def row_file() -> Path:
+    """Return the path of the user's sizes by kind of CPU, such as `{"AVX2": {"panel": 16}}`."""
+    return _cache_folder() / "cpu_kernels.json"
+
+
+def row_of_cpu() -> Kind:
+    """Return the row of this CPU in `KINDS`, with the sizes of the user's file, if there is one.
+
+    Raises:
+        ValueError: the file does not hold sizes.
+    """
+    kind = kind_of_cpu()
+    try:
+        return replace(KINDS[kind], **(read_object(row_file()) or {}).get(kind, {}))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f'\'{row_file()}\' must hold sizes such as {{"{kind}": {{"panel": 32}}}} ({error}); delete it, '
+            "or write it again: python -m moe_ffn.kernels.native --tune"
+        ) from None  # `load` would show the cause instead
+
+
 def _flags(is_clang: bool, row: Kind | None = None) -> list[str]:
-    """Return the flags for this CPU, with the sizes of `row` or those of the table."""
+    """Return the flags for this CPU, with the sizes of `row` or those of `row_of_cpu`."""
     torch_folder = Path(torch.__file__).parent
     kind = kind_of_cpu()
-    row = row or KINDS[kind]
+    row = row or row_of_cpu()
     flags = [*FLAGS.split(), *([] if is_clang else FLAGS_OF_GCC.split())]
     flags += [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
     flags += [*row.flags.split(), *row.macros]

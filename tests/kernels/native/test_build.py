@@ -6,6 +6,7 @@ The code that divides the backward pass says what it would give to each of so ma
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -261,18 +262,18 @@ def test_a_row_changes_only_if_another_is_faster_by_more_than_noise(
 
 @pytest.mark.slow
 def test_this_cpu_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(native_main, "LAYERS", ((64, 32, 16, 4, 2),))
     monkeypatch.setattr(native_main, "CANDIDATES", (({"tile": 40},),))
     monkeypatch.setattr(sys, "argv", ["native", "--tune"])
     native_main.main()
-    said, changed, row = capsys.readouterr().out.splitlines()
-    assert said == "the CPU kernels are compiled"
+    compiled, changed, _, written = capsys.readouterr().out.splitlines()
+    assert compiled == "the CPU kernels are compiled"
     assert re.fullmatch(r"\{'tile': 40\}: [\d.]+ of the time", changed)
-    found = eval(f"{{{row}}}", {"Kind": Kind})
-    expected = build.KINDS[build.kind_of_cpu()]
-    assert replace(found[build.kind_of_cpu()], tile=expected.tile) == expected
+    assert written == f"written: {folder / 'cpu_kernels.json'}; delete it to use the table again"
+    table = build.KINDS[build.kind_of_cpu()]
+    assert replace(build.row_of_cpu(), tile=table.tile) == table
 
 
 @pytest.mark.slow
@@ -377,11 +378,6 @@ def test_a_compiler_compiles_the_kernels_and_they_compute(
     subprocess.run([sys.executable, "-c", COMPUTES], check=True)
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(build.unavailable_reason() is not None, reason="needs a C++ compiler"),
-]
-
 D_MODEL, D_FF, NUM_ROWS, NUM_EXPERTS = 512, 512, 16384, 8
 LOADS = {
     "one expert": [1.0] + [0.0] * 7,
@@ -423,6 +419,8 @@ def time_of(rows_alone: list[int], counts: list[int], threads: int) -> float:
     return max(free)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(build.unavailable_reason() is not None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("loads", LOADS)
 def test_no_thread_waits_for_long(
     tasks: Tasks, loads: str, capsys: pytest.CaptureFixture[str]
@@ -445,3 +443,28 @@ def test_no_thread_waits_for_long(
             {n: round(t, 2) for n, t in over.items()},
         )
     assert max(over.values()) < 1.25
+
+
+def test_sizes_measured_on_this_machine_replace_those_of_the_table(
+    folder: Path,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compiler(WRITES)
+    kind = build.kind_of_cpu()
+    table, of_table = build.KINDS[kind], library_of(os.environ["CXX"])
+    monkeypatch.setattr(native_main, "tune", lambda row: replace(row, panel=16))
+    monkeypatch.setattr(sys, "argv", ["native", "--tune"])
+    native_main.main()
+    capsys.readouterr()
+    assert build.row_of_cpu() == replace(table, panel=16)
+    assert library_of(os.environ["CXX"]) != of_table
+
+    build.row_file().write_text(json.dumps({kind: {"panels": 16}}))
+    reason = build.load()
+    assert reason is not None
+    assert "cpu_kernels.json' must hold sizes such as" in reason
+    assert "unexpected keyword argument 'panels'" in reason
+    build.row_file().write_text('{"another kind": {"panel": 16}}')
+    assert build.row_of_cpu() == table

@@ -20,8 +20,7 @@ from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmRules
 from moe_ffn.training.monitoring.loggers import AlarmLog
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import AdamWConfig
-from tests.helpers.faults import RATE, Fault, make_rules
-from tests.helpers.fitted import Fit, Fitted
+from tests.helpers.fitted import RATE, Fault, Fit, Fitted, make_rules
 
 
 @pytest.fixture

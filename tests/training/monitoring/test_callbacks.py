@@ -23,8 +23,7 @@ from moe_ffn.training.monitoring.callbacks import SampleLog
 from moe_ffn.training.monitoring.hardware import peak_memory
 from moe_ffn.training.monitoring.routing_window import RoutingWindow, routing_row
 from moe_ffn.training.objective import Objective
-from tests.helpers.faults import Fault
-from tests.helpers.fitted import Fit, Fitted, MakeConfig
+from tests.helpers.fitted import Fault, Fit, Fitted, MakeConfig
 
 MOE = {"ffn": {"type": "moe", "num_experts": 4}}
 

@@ -27,9 +27,8 @@ from moe_ffn.training.monitoring.progress import status
 from moe_ffn.training.objective import Objective
 from moe_ffn.training.parallel.layout import SINGLE_PROCESS
 from moe_ffn.training.recovery.guard import Diverged
-from tests.helpers.faults import Fault
 from tests.helpers.first_gradient import fit as fit_on
-from tests.helpers.fitted import Fit, MakeConfig
+from tests.helpers.fitted import Fault, Fit, MakeConfig
 from tests.helpers.ranks import on_ranks
 from tests.helpers.same_run import assert_same
 

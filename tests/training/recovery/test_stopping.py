@@ -19,8 +19,7 @@ from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, m
 from moe_ffn.training.recovery.checkpoint_file import newest_first, step_of
 from moe_ffn.training.recovery.guard import Diverged, GuardConfig, SkippedStep, StepGuard
 from moe_ffn.training.recovery.stopping import Interrupted, SignalListener, StopOnRequest
-from tests.helpers.faults import RATE, make_rules
-from tests.helpers.fitted import MakeConfig
+from tests.helpers.fitted import RATE, MakeConfig, make_rules
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
