@@ -56,7 +56,7 @@ NEAR_ANOTHER = {"clamped_swiglu-after", "clamped_swiglu-silu", "soft_capped_swig
 """Experts that differ from others in `ExpertWeights.activate` alone: quick with everything else usual."""
 
 NO_KERNEL = {("triton", name) for name in NEAR_ANOTHER - {"geglu_tanh"}}
-"""Backends that refuse experts by name."""
+"""Backends that reject experts by name."""
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

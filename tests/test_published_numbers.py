@@ -1,4 +1,4 @@
-"""Every number that the published libraries' own functions returned, reproduced by ours.
+"""Numbers returned by the published libraries, reproduced by our functions.
 
 `published_losses.json` holds them, with their sources. `OURS` says for each entry how our functions come
 to it, and how the scale converts where ours differs on purpose; an entry without a line there fails.

@@ -26,7 +26,7 @@ WRONG: dict[Any, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """One option, somewhere in the tree."""
+    """An option and its place in the tree."""
 
     path: tuple[str, ...]
     annotation: Any
@@ -73,7 +73,7 @@ def fields_of(
     around: dict[str, Any] | None = None,
     seen: set[type[Config]] | None = None,
 ) -> Iterator[Field]:
-    """Every option below a config, of every member of every family; each member once, where it is first."""
+    """Options below a config, of every member of every family; each member only at its first place."""
     seen = set() if seen is None else seen
     for name, field in config.model_fields.items():
         if name == "type" and issubclass(config, TaggedConfig):

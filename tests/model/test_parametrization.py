@@ -1,4 +1,4 @@
-"""Parametrizations and options of parts: formulas, an oracle with factors in the forward pass, refusals."""
+"""Parametrizations and options of parts: formulas, an oracle with factors in the forward pass, errors."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ def test_a_second_process_waits_while_the_first_compiles(
     folder: Path, compiler: Compiler, loaded: list[Path], tmp_path: Path
 ) -> None:
     compiler("sleep 0.3; " + WRITES)
-    # A lock belongs to whoever has opened its file, so that threads exclude each other as processes do.
+    # A lock belongs to an open file, so threads exclude each other as processes do.
     threads = [Thread(target=build.load) for _ in range(3)]
     for thread in threads:
         thread.start()

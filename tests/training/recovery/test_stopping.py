@@ -236,7 +236,7 @@ def test_a_guard_resumes_from_a_saved_state() -> None:
     )
 
 
-# -- what is said
+# -- messages
 
 
 def test_the_first_of_consecutive_skips_is_an_alarm_with_advice() -> None:
