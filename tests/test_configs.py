@@ -233,7 +233,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=[path.stem for path in PUBLISHED])
-def test_published_models_cost_what_their_configs_tell(path: Path) -> None:
+def test_published_models_have_the_cost_of_their_configs(path: Path) -> None:
     model = resolve(path).model
     check_num_params(model.build_empty(9, 8))
     limits = WIDTHS | {"num_experts": 16}

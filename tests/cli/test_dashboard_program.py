@@ -151,7 +151,7 @@ def run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_train(where, *options, "--trainer.max_steps", "4", has_page=True)
 
 
-def test_rows_hold_what_pairs_tell_and_no_load(run: Any) -> None:
+def test_rows_of_pairs_only_routings_have_no_load(run: Any) -> None:
     assert run.code == 0, run.stderr
     rows = load_run(run.folder).rows
     for prefix in ("", "validation/"):

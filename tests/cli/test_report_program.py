@@ -38,7 +38,7 @@ def dense(folder: Path, *, is_finished: bool = True) -> Path:
     ],
     ids=["in its folder", "beside several runs", "elsewhere"],
 )
-def test_where_the_page_is(
+def test_the_path_and_title_of_the_page(
     program: Program, tmp_path: Path, argv: tuple[str, ...], written: str, title: str
 ) -> None:
     dense(Path("runs/a"))

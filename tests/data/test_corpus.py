@@ -80,7 +80,7 @@ class TestText:
         monkeypatch.chdir(folder)
         assert names(pattern) == expected
 
-    def test_a_file_whose_name_looks_like_a_glob_is_that_file(self, folder: Path) -> None:
+    def test_a_file_named_like_a_glob_is_read(self, folder: Path) -> None:
         (folder / "[1].txt").write_text("one")
         assert names(folder / "[1].txt") == ["[1].txt"]
 

@@ -177,7 +177,7 @@ class TestCache:
         assert prepared().train_size == sound.train_size
         assert meta.read_text() == text
 
-    def test_what_a_killed_process_left_is_removed_a_day_later(
+    def test_leftovers_of_a_killed_process_are_removed_after_a_day(
         self, prepared: Prepare, tmp_path: Path
     ) -> None:
         left = [tmp_path / "cache" / f".key.{name}.unfinished" for name in ("old", "at_work")]

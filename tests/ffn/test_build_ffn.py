@@ -139,7 +139,7 @@ def test_config_block_and_output_name_the_same_routings(block: Any) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-def test_inner_blocks_stand_in_the_options_of_their_names(block: Any) -> None:
+def test_inner_blocks_are_given_by_their_named_options(block: Any) -> None:
     config = FFNConfig.model_validate(block)
     for option, inner in config.inner_blocks().items():
         assert getattr(config, option) is inner

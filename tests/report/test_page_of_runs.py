@@ -221,7 +221,7 @@ def drawn(line_plots: list[dict[str, Any]]) -> Drawn:
     ]
 
 
-def test_sections_stand_in_this_order_and_are_open(
+def test_sections_are_in_order_and_open(
     view: dict[str, Any], sections: list[dict[str, Any]]
 ) -> None:
     assert [section["name"] for section in sections] == ["Training", "Efficiency", "Routing"]

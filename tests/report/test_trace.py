@@ -123,7 +123,7 @@ def test_entropy_is_that_of_each_token_s_own_scores() -> None:
     ],
     ids=["two of four", "nobody"],
 )
-def test_tokens_inside_a_mixture_of_depths_stand_where_they_came_from(
+def test_tokens_inside_a_mixture_of_depths_keep_their_positions(
     gate: Routing, inner: Routing, at_gate: list[Any], inside: list[Any]
 ) -> None:
     found = visits_by_layer(

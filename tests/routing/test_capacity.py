@@ -198,7 +198,7 @@ def test_by_choice_first_choices_stay_before_any_second_one(make_routing: Any) -
     assert dropped(drop_over_capacity(routing, 1.0, by_position)) == [4]
 
 
-def test_at_random_evaluation_goes_by_position() -> None:
+def test_random_drops_follow_positions_in_evaluation() -> None:
     layer = build_ffn(
         {"type": "moe", "num_experts": 4, "capacity": {"eval_factor": 0.5, "drop": "random"}},
         d_model=8,

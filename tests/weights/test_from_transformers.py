@@ -52,7 +52,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert tied == theirs.config.tie_word_embeddings
 
 
-def test_positions_that_are_not_interleaved_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_noninterleaved_positions_are_loaded_unchanged(tmp_path: Path) -> None:
     _, options = MODELS["deepseek_v3"]
     theirs = make("deepseek_v3", {**options, "rope_interleave": False})
     theirs.save_pretrained(tmp_path)

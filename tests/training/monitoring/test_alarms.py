@@ -422,7 +422,9 @@ def test_collapse_dead_experts_dropping_and_a_loss_spike(
     assert row["routing/layer_01/load"] == [1, 0, 0, 0]
 
 
-def test_router_logits_that_are_no_numbers(fit: Fit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonfinite_router_logits_raise_an_alarm(
+    fit: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
     sabotage = Fault("layers.1.attention_norm", float("nan"), range(2, 3))
     moe = {"type": "moe", "num_experts": 4}
 

@@ -192,7 +192,7 @@ def test_other_ranks_models_of_both_sides_and_no_tokens_write_no_sample(log: Sam
     assert not log.file.path.exists()
 
 
-def test_a_resumed_run_knows_the_newest_text(log: SampleLog, tmp_path: Path) -> None:
+def test_a_resumed_run_restores_the_newest_text(log: SampleLog, tmp_path: Path) -> None:
     """Without a later validation, that text is the sample of the results."""
     validate(log, 4, 2.5)
     resumed = SampleLog(log.file.path, log.tokenizer, log.options, log.prompt, seed=7)

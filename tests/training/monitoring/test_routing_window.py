@@ -96,7 +96,7 @@ def test_a_dense_model_is_not_looked_at(build: Build) -> None:
     assert probe(dense) == {}
 
 
-def test_looks_are_as_rare_as_asked(fit: Fit) -> None:
+def test_churn_is_measured_at_the_requested_interval(fit: Fit) -> None:
     fitted = fit(
         model={"ffn": MOE},
         logging={"every_n_steps": 1, "churn_every_n_steps": 2},
