@@ -104,7 +104,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Whatever a test has made of it: what is forked from a process with several threads waits for ever."""
+    """Reset to one thread before every test: a fork of a process with several threads deadlocks."""
     torch.set_num_threads(1)
 
 
@@ -135,7 +135,7 @@ def _separate_user_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         kernels.mkdir(parents=True, exist_ok=True)
         (cache / "moe_ffn").symlink_to(kernels)
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        unavailable_reason()  # compiled, and said, before a test looks at what is said
+        unavailable_reason()  # compile and warn before a test reads the output
         yield
 
 

@@ -46,7 +46,7 @@ WIDTHS = {
     "num_heads": 4,
     "num_kv_heads": 2,
 }
-"""Largest sizes at which a model is trained here; it is built on the meta device in its own."""
+"""Largest sizes of the models trained here; the full-sized model is built on the meta device."""
 TRIED: set[str] = set()
 """Models that an arm of some study had, with their objectives: many studies have the same."""
 
@@ -233,7 +233,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=[path.stem for path in PUBLISHED])
-def test_published_models_cost_what_their_configs_tell(path: Path) -> None:
+def test_published_models_have_the_cost_of_their_configs(path: Path) -> None:
     model = resolve(path).model
     check_num_params(model.build_empty(9, 8))
     limits = WIDTHS | {"num_experts": 16}

@@ -157,7 +157,7 @@ def test_every_public_name_has_an_example() -> None:
 @pytest.mark.usefixtures("newcomer")
 @pytest.mark.parametrize("page", ["blocks", "routers", "values", "models"])
 def test_the_examples_of_the_reference_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each example alone."""
+    """Every example runs independently."""
     text = (DOCS / "reference" / f"api_{page}.md").read_text(encoding="utf-8")
     if "runs/my-run" in text:
         assert run(["train", *TINY, *TEXT, "--run.name", "my-run", "--model.d_model", "16"]) == 0

@@ -177,7 +177,7 @@ WORKS = "disk: 'run' can be written again"
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Its last entry is the time."""
+    """Fake clock that reads the last entry of this list."""
     times = [0.0]
     monkeypatch.setattr(files.time, "monotonic", lambda: times[-1])
     return times

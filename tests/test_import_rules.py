@@ -105,7 +105,7 @@ ONLY_PLACES = {
 
 @cache
 def imports(path: Path) -> list[tuple[str, list[str]]]:
-    """Every (module, names) that a file imports anywhere, inside functions and for types too."""
+    """Imports of a file as (module, names), including those inside functions and for types."""
     found: list[tuple[str, list[str]]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -218,7 +218,7 @@ def test_pairs_are_sorted_by_expert_and_keep_token_order(make_routing: Any) -> N
     assert plan.offsets_E.dtype == torch.int32
 
 
-def test_dropped_and_padded_pairs_stand_behind_with_weight_zero(make_routing: Any) -> None:
+def test_dropped_and_padded_pairs_come_last_with_weight_zero(make_routing: Any) -> None:
     # Tokens 0 to 3 go to experts 1, 0, 1, 0; token 0's pair is dropped, token 3 is padding.
     routing = make_routing(
         [[1], [0], [1], [0]],

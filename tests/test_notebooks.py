@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_notebook_runs_and_shows_every_value(
     path: Path, is_whole: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, runs also learn what the notebook says; else they have four steps on a small text."""
+    """Full-length runs also support the notebook's claims; others have four steps on a small text."""
     monkeypatch.chdir(folder)
     if not is_whole:
         corpus = {"type": "text", "paths": [str(DOCS / "howto/backend.md")]}

@@ -1,4 +1,4 @@
-"""THE oracle: a double loop over tokens and their pairs, held against every way to compute an MoE.
+"""THE oracle: a double loop over tokens and their pairs, compared with every way to compute an MoE.
 
 The registries drive the parameters, so a newly registered router, kind of experts or backend is
 tested by being registered. Routers, limits and experts meet in the plan alone, so the quick suite crosses
@@ -56,7 +56,7 @@ NEAR_ANOTHER = {"clamped_swiglu-after", "clamped_swiglu-silu", "soft_capped_swig
 """Experts that differ from others in `ExpertWeights.activate` alone: quick with everything else usual."""
 
 NO_KERNEL = {("triton", name) for name in NEAR_ANOTHER - {"geglu_tanh"}}
-"""Backends that refuse experts by name."""
+"""Backends that reject experts by name."""
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

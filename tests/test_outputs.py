@@ -123,7 +123,7 @@ def test_counting_pairs_needs_no_table(tableless: Routing) -> None:
 
 
 class Tableless(Router):
-    """Every token to expert 1."""
+    """Router of every token to expert 1, without tables."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         ids_T1 = torch.ones(len(x_TD), 1, dtype=torch.int64)

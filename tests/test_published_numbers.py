@@ -1,4 +1,4 @@
-"""Every number that the published libraries' own functions returned, reproduced by ours.
+"""Numbers returned by the published libraries, reproduced by our functions.
 
 `published_losses.json` holds them, with their sources. `OURS` says for each entry how our functions come
 to it, and how the scale converts where ours differs on purpose; an entry without a line there fails.
@@ -101,7 +101,7 @@ def limited_top_2(priority: Callable[[Routing], Tensor]) -> Routing:
 
 
 def least_sum_of_weights(routing: Routing) -> float:
-    """Over all tokens: 0 where one of them keeps nothing."""
+    """Smallest sum of a token's kept weights; 0 if a token keeps none."""
     sums_T = torch.zeros(routing.num_tokens).index_add(
         0,
         routing.token_indices_N[routing.computed_N],

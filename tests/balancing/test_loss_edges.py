@@ -135,7 +135,7 @@ READS: dict[str, str] = {
 
 
 def leaves(routing: Routing) -> tuple[Routing, dict[str, Tensor]]:
-    """The routing with each of its floating-point tensors a leaf of its own."""
+    """Copy of the routing whose floating-point tensors are separate leaves."""
     found = {
         field.name: value.detach().clone().requires_grad_()
         for field in fields(routing)

@@ -1,4 +1,4 @@
-"""Every balancing loss equals numbers worked by hand, knows balance, and scores a collapse high."""
+"""Balancing losses match hand-computed numbers, and are low for balance and high for collapse."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def per_layer(loss: Callable[[Routing], Tensor]) -> Rule:
 
 
 def global_rule(part: Sequence[Routing], whole: Sequence[Routing]) -> Tensor:
-    """Times the number of parts, since the parts add up and their mean is taken."""
+    """Loss of one part times the number of parts, because the mean over parts is taken later."""
     num_parts = whole[0].num_tokens // part[0].num_tokens
     losses = [
         global_load_balancing_loss(layer, pairs_per_expert(all_of_it), all_of_it.num_real_tokens)

@@ -264,7 +264,7 @@ def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
     ]
 
 
-def test_an_option_that_stands_elsewhere_in_a_file(
+def test_a_misplaced_option_in_a_file_is_explained(
     refuse: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text("arms: {a: swiglu}")

@@ -1,4 +1,4 @@
-"""The program that compares runs: what it prints and writes, and what it refuses."""
+"""The program that compares runs: its output, its files and its errors."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_runs_of_no_study_are_arms_by_their_options_or_by_their_folders(
     assert row(out, "two")[:2] == ["1", "2.3000"]
 
 
-def test_runs_that_are_not_finished_are_left_out_by_name(program: Program, study: Path) -> None:
+def test_unfinished_runs_are_left_out_by_name(program: Program, study: Path) -> None:
     (study / "moe-seed1" / "summary.json").unlink()
     change(study / "moe-seed2" / "summary.json", validation_loss=None)
 

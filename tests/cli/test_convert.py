@@ -1,4 +1,4 @@
-"""`convert`: a run or a model of ours becomes one of transformers, and back; the hub's layout is read."""
+"""`convert`: a run or a model folder becomes a transformers folder, and back; the hub's layout is read."""
 
 from __future__ import annotations
 

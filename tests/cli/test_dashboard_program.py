@@ -25,7 +25,7 @@ NO_KEY = "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json needs non
 
 @pytest.fixture
 def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
-    """Run the program with a home folder of its own, and a wandb that knows of no earlier call."""
+    """Run the program with a separate home folder and a freshly imported wandb."""
     import wandb
 
     def run(*argv: str, **environment: str) -> Finished:
@@ -41,7 +41,7 @@ def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashb
 
 
 def unsupported(done: Finished) -> str:
-    """Return the one line of a refusal, without `error: `."""
+    """Return the single line of an error, without `error: `."""
     assert (done.code, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     return line.removeprefix("error: ")
@@ -151,7 +151,7 @@ def run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_train(where, *options, "--trainer.max_steps", "4", has_page=True)
 
 
-def test_rows_hold_what_pairs_tell_and_no_load(run: Any) -> None:
+def test_rows_of_pairs_only_routings_have_no_load(run: Any) -> None:
     assert run.code == 0, run.stderr
     rows = load_run(run.folder).rows
     for prefix in ("", "validation/"):

@@ -152,7 +152,7 @@ def test_a_text_of_two_tokens_has_one_to_predict(tmp_path: Path, figures: Any) -
 def test_the_corpus_of_a_config_or_of_options_is_validated_on(
     figures: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """With the tokenizer of the model, and in the windows of training."""
+    """The corpus is read with the tokenizer of the model and in the windows of training."""
     run, corpus = trained(), trained().parents[1] / "corpus"
     own, whole = figures(run), figures(run, "--stride", "16")
     other = trained(data__tokenizer="{type: bpe, vocab_size: 512}", model__ffn="swiglu")

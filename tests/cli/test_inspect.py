@@ -36,7 +36,7 @@ def inspect(monkeypatch: pytest.MonkeyPatch) -> Inspect:
 
 @pytest.fixture(scope="module")
 def page(moe_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run in a folder of its own, beside what the program has said."""
+    """The page of a copied run, next to the output of the program."""
     own = Path(shutil.copytree(moe_run.folder, tmp_path_factory.mktemp("pages") / "moe"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")

@@ -201,7 +201,7 @@ ANSWERS = {
     # The last one, since it draws with plotly.
     "report RUN": (0, ""),
 }
-"""A command line -> its exit code and standard error; None for any refusal."""
+"""Command lines with their exit code and standard error; None stands for any error message."""
 
 SCRIPT = '''
 import contextlib, io, json, os, sys
@@ -251,7 +251,7 @@ print(json.dumps({line: answer(line) for line in LINES}))
 
 @pytest.fixture(scope="module")
 def answers(moe_run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All of them in one process, whose `lightning` ends the program that imports it."""
+    """Answers to all command lines in one process, whose fake `lightning` ends a program that imports it."""
     folder = tmp_path_factory.mktemp("first_line")
     (folder / "home").mkdir()
     (folder / "lightning").mkdir()

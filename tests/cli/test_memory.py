@@ -1,4 +1,4 @@
-"""Memory that the machine does not give is a sentence that says what was needed."""
+"""Running out of memory is reported in one sentence with the bytes that were needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moe-ffn report`: where it writes, what it says, and how it follows a run."""
+"""`moe-ffn report`: its files, its messages and `--watch`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dense(folder: Path, *, is_finished: bool = True) -> Path:
     ],
     ids=["in its folder", "beside several runs", "elsewhere"],
 )
-def test_where_the_page_is(
+def test_the_path_and_title_of_the_page(
     program: Program, tmp_path: Path, argv: tuple[str, ...], written: str, title: str
 ) -> None:
     dense(Path("runs/a"))
@@ -79,7 +79,7 @@ def reloads(path: Path) -> bool:
 
 
 def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
-    """Each look of the watcher finds the run further on."""
+    """The run advances with each look of the watcher."""
     run = Path("run")
     run.mkdir()
     (run / "config.yaml").write_text("trainer: {max_steps: 20}\n")

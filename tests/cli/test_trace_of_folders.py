@@ -1,4 +1,4 @@
-"""`moe-ffn trace` of a model folder, ours or of transformers; what it does not read."""
+"""`moe-ffn trace` of a model folder of moe_ffn or transformers, and the folders that it rejects."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_folder_is_refused_before_standard_input_is_read(
 def test_the_way_is_that_of_the_run_s_own_scores_and_the_next_token_the_most_probable(
     moe_run: Any,
 ) -> None:
-    """Top-2 and a capacity, reckoned anew from the scores alone, token by token."""
+    """Top-2 and a capacity, recomputed from the scores token by token."""
     way = trace_folder(moe_run.folder, TEXT.encode())
     run = load_model(moe_run.folder)
     ids = list(TEXT.encode())

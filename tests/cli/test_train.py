@@ -53,7 +53,7 @@ def test_the_run_succeeds_and_writes_its_files(moe_run: Any, config_of: ConfigOf
     }
 
 
-def test_the_facts_tell_runs_apart(moe_run: Any) -> None:
+def test_facts_distinguish_runs(moe_run: Any) -> None:
     facts = json.loads((moe_run.folder / "facts.json").read_text())
     config = TrainConfig.model_validate(
         yaml.safe_load((moe_run.folder / "config.yaml").read_text())

@@ -51,7 +51,7 @@ def test_balancing_losses_are_logged_also_at_weight_zero(
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "masked"])
 def test_every_block_trains(run_train: RunTrain, tmp_path: Path, causal: bool) -> None:
-    """All blocks that this kind of model takes and the other does not, a layer each."""
+    """One layer per block: the blocks of causal models, or the blocks that only masked models accept."""
     blocks = {name: FFNConfig.model_validate(name) for name in sorted(FFNConfig.members)}
     refused = {n for n, config in blocks.items() if config.unsupported(UseCase(causal=True))}
     names = [name for name in blocks if (name in refused) != causal]

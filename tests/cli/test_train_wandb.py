@@ -38,7 +38,7 @@ OPTIONS = (
     *("--logging.churn_every_n_steps", "1", "--model.ffn", "{type: moe, num_experts: 4}"),
 )
 IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
-"""Program that runs its arguments in a pseudo-terminal where nobody types."""
+"""Program that runs its arguments in a pseudo-terminal without input."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_schema_references_all_lead_somewhere(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "family", [*FAMILIES, CorpusConfig, TokenizerConfig], ids=lambda family: family.__name__
 )
-def test_schema_knows_every_member(schema: dict[str, Any], family: type[TaggedConfig]) -> None:
+def test_the_schema_lists_every_member(schema: dict[str, Any], family: type[TaggedConfig]) -> None:
     branches = schema["$defs"][family.__name__]["anyOf"]
     named = [branch["enum"] for branch in branches if "enum" in branch]
     assert named == [list(family.members)]  # the shorthand
@@ -94,7 +94,7 @@ def test_schema_knows_every_member(schema: dict[str, Any], family: type[TaggedCo
         tag = branch.get("properties", {}).get("type", {})
         tags |= set(tag.get("enum", [])) | {tag[key] for key in ("const",) if key in tag}
     assert tags == set(family.members)
-    # and classes of one's own, by import path
+    # and custom classes, by import path
     assert any(b.get("properties", {}).get("type", {}).get("pattern") == ":" for b in branches)
 
 

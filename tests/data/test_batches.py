@@ -152,7 +152,7 @@ def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.mark.usefixtures("_order")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**SIZES, seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
-def test_the_windows_of_an_epoch_lie_side_by_side(
+def test_the_windows_of_an_epoch_are_adjacent(
     num_tokens: int, seq_len: int, seed: int, epoch: int
 ) -> None:
     starts = np.sort(epoch_starts(num_tokens, seq_len, seed, epoch)[:])

@@ -33,7 +33,7 @@ def names(*paths: str | Path) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three texts, and beside them what must be skipped."""
+    """A folder with three texts and files that must be skipped."""
     folder = tmp_path / "books"
     for name in ("b.txt", "a.md", "deep/c.txt", ".hidden", ".git/config", "deep/.secret/d.txt"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class TestText:
         monkeypatch.chdir(folder)
         assert names(pattern) == expected
 
-    def test_a_file_whose_name_looks_like_a_glob_is_that_file(self, folder: Path) -> None:
+    def test_a_file_named_like_a_glob_is_read(self, folder: Path) -> None:
         (folder / "[1].txt").write_text("one")
         assert names(folder / "[1].txt") == ["[1].txt"]
 

@@ -79,7 +79,7 @@ def test_rows_are_documents_named_by_their_index(
     assert {document.split for document in read_back} == {None}
 
 
-def test_a_missing_text_is_an_empty_document_and_the_text_may_stand_in_another_column(
+def test_missing_texts_are_empty_documents_and_the_column_can_be_set(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"story": null}\n{"story": "x"}\n')

@@ -177,7 +177,7 @@ class TestCache:
         assert prepared().train_size == sound.train_size
         assert meta.read_text() == text
 
-    def test_what_a_killed_process_left_is_removed_a_day_later(
+    def test_leftovers_of_a_killed_process_are_removed_after_a_day(
         self, prepared: Prepare, tmp_path: Path
     ) -> None:
         left = [tmp_path / "cache" / f".key.{name}.unfinished" for name in ("old", "at_work")]
@@ -204,7 +204,7 @@ def set_age(path: Path, seconds: float) -> None:
 
 
 class TestKnownCorpus:
-    """Files of yesterday, of which the size and the time say that they are the same."""
+    """Corpora whose files date from yesterday, so that size and time identify them."""
 
     @pytest.fixture(autouse=True)
     def _yesterday(self, texts: Path) -> None:
@@ -338,7 +338,7 @@ def test_stages_are_logged(prepared: Prepare, caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_tokenizer_file_is_known_by_what_it_holds(prepared: Prepare, tmp_path: Path) -> None:
-    """Another one at the same path gives other tokens, and the same one elsewhere the same folder."""
+    """Another tokenizer at the same path gives other tokens; a copy elsewhere gives the same folder."""
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     bpe = BPEConfig(vocab_size=512).build([b"a line of a text with an \xc3\xa9 in it\n" * 9])
     for path, tokenizer in ((first, BytesConfig().build(())), (second, bpe)):

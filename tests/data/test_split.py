@@ -32,7 +32,7 @@ def drawn(name: str) -> int:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100
 
 
-def test_a_document_goes_by_the_digest_of_its_name() -> None:
+def test_documents_are_split_by_the_digest_of_their_name() -> None:
     names = [f"{index}.txt" for index in range(200)]
     train, validation = split_of([(name, name) for name in names], 20)
     assert train == "".join(f"{name}|" for name in names if drawn(name) >= 20)

@@ -35,7 +35,7 @@ IDS = np.random.default_rng(0).integers(0, 257, 1000).astype(np.uint16)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A thousand ids in three files, one of them an array of numpy, beside what is none."""
+    """A thousand ids in three files, one of them a NumPy array, next to other files."""
     folder = tmp_path / "tokens"
     folder.mkdir()
     IDS[:300].tofile(folder / "a.bin")

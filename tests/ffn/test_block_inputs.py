@@ -110,7 +110,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 """Sentences, and what differs from a call that is right."""
 EVERYWHERE = ("x has width", "context must be")
-"""All blocks call one function: one is tried with all mistakes, the others with these."""
+"""Messages tested on every block; all blocks call one function, so one block is tested with all messages."""
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_float64_under_autocast_is_rejected(config: str) -> None:
         build(config)(X.double())
 
 
-def test_weights_that_are_not_floating_point_have_rules_of_their_own() -> None:
+def test_integer_weights_have_separate_dtype_rules() -> None:
     class Quantised(nn.Module):
         def __init__(self, linear: nn.Linear) -> None:
             super().__init__()

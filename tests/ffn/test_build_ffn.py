@@ -85,7 +85,7 @@ def test_nested_options_reach_their_parts() -> None:
     assert ffn(torch.zeros(2, 8)).routing is not None
 
 
-# ---------------------------------------------------------------------------- a class of one's own
+# ---------------------------------------------------------------------------- a custom class
 
 
 def test_an_own_class_is_built_by_path(own_file: Path) -> None:
@@ -139,7 +139,7 @@ def test_config_block_and_output_name_the_same_routings(block: Any) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-def test_inner_blocks_stand_in_the_options_of_their_names(block: Any) -> None:
+def test_inner_blocks_are_given_by_their_named_options(block: Any) -> None:
     config = FFNConfig.model_validate(block)
     for option, inner in config.inner_blocks().items():
         assert getattr(config, option) is inner

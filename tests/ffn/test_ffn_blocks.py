@@ -209,7 +209,7 @@ def test_nothing_is_kept_on_the_module(config: dict[str, Any]) -> None:
 
 @every_variant
 @pytest.mark.parametrize("d_model", [8, 24])
-def test_the_config_knows_the_number_of_parameters(config: dict[str, Any], d_model: int) -> None:
+def test_the_config_counts_the_parameters(config: dict[str, Any], d_model: int) -> None:
     parsed = FFNConfig.model_validate(config)
     ffn = parsed.build(d_model)
     total = sum(parameter.numel() for parameter in ffn.parameters())
@@ -247,7 +247,7 @@ def count_flops(config: dict[str, Any], batch: int, length: int, d_model: int) -
 
 @every_variant
 @pytest.mark.parametrize("d_model", [8, 24])
-def test_the_config_knows_the_flops(config: dict[str, Any], d_model: int) -> None:
+def test_the_config_counts_the_flops(config: dict[str, Any], d_model: int) -> None:
     parsed = FFNConfig.model_validate(config)
     if config in (VARIANTS["moe-zero_computation"], VARIANTS["mixture_of_depths-moe"]):
         pytest.skip("what it costs depends on the data")

@@ -42,7 +42,7 @@ def built(config: Any) -> FFNBlock:
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_output_is_the_sum_of_activations_times_values(name: str, padded: bool) -> None:
-    """Each network's, weighted by the router's weight of the pair, and by that of the depths."""
+    """The sum runs over networks, weighted by the router and by the router of mixture of depths."""
     ffn = built(BLOCKS[name])
     x = torch.randn(B, S, D, dtype=torch.float64)
     mask = torch.ones(B, S, dtype=torch.bool)

@@ -25,7 +25,7 @@ from tests.helpers.every_router import build_layer, every_router, make_batch
 def test_gradients_of_gradients_of_a_layer_are_those_of_finite_differences(
     router: dict[str, Any],
 ) -> None:
-    """In training, but for `sparse_mixer`, whose gradient there is that of more than it returns."""
+    """Training mode, except for `sparse_mixer`, whose gradient in training is not that of its output."""
     layer = build_layer(router, backend="loop").double()
     layer.train(router["type"] != "sparse_mixer")
     batch = make_batch(batch=1, length=3)

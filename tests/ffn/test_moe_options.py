@@ -84,7 +84,7 @@ def normed(norm: Any, x: Tensor) -> Tensor:
 
 
 def reference(block: Any, x_TD: Tensor) -> Tensor:
-    """The block in plain loops; which pairs are computed is taken from it."""
+    """The block in plain loops; only the choice of computed pairs is taken from the block."""
     match type(block).__name__:
         case "BiasedFFN":
             return reference(block.ffn, x_TD) + block.bias

@@ -1,4 +1,4 @@
-"""Every impossible option is refused when its block is built: the key, the values and the way out."""
+"""Impossible options are rejected when their block is built, with the key, the values and the fix."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ null
     router.type 'product_key' needs a square number of experts, got 15; use 9 or 16; the router counts
     num_experts (14) and zero_computation (1) together
 """
-"""Options as a user types them, and the answer below; one that ends in `...` goes on."""
+"""Options as a user types them, with the answer below; `...` stands for the rest of an answer."""
 
 
 @pytest.mark.parametrize(("options", "answer"), answers(REFUSED))

@@ -1,4 +1,4 @@
-"""A real headless browser that opens a page from disk and says what it found there."""
+"""A real headless browser that opens a page from disk and reports its content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCREENSHOTS = os.environ.get("SCREENSHOTS", "screenshots" if "CI" in os.environ 
 
 @dataclass
 class Opened:
-    """One open page, and everything that it complained of."""
+    """One open page and all its errors."""
 
     page: Page
     errors: list[str]

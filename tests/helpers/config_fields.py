@@ -1,4 +1,4 @@
-"""Every option of a config, with what makes it appear and what it must not be given."""
+"""Options of a config, with the options they depend on and the values they must reject."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WRONG: dict[Any, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """One option, somewhere in the tree."""
+    """An option and its place in the tree."""
 
     path: tuple[str, ...]
     annotation: Any
@@ -36,7 +36,7 @@ class Field:
     """Options without which this one is not there: the types of the families above it."""
 
     def given(self, value: Any, name: str | None = None) -> dict[str, Any]:
-        """A config with this value in its place, or in that of an option of another name beside it."""
+        """Return a config with this value for the option, or for a sibling option `name`."""
         return merge(self.around, nested((*self.path[:-1], name or self.path[-1]), value))
 
     def wrong_values(self) -> Iterator[Any]:
@@ -73,7 +73,7 @@ def fields_of(
     around: dict[str, Any] | None = None,
     seen: set[type[Config]] | None = None,
 ) -> Iterator[Field]:
-    """Every option below a config, of every member of every family; each member once, where it is first."""
+    """Options below a config, of every member of every family; each member only at its first place."""
     seen = set() if seen is None else seen
     for name, field in config.model_fields.items():
         if name == "type" and issubclass(config, TaggedConfig):

@@ -1,4 +1,4 @@
-"""Every balancing loss as a function of one Routing, and Routings that give each what it reads."""
+"""Balancing losses as functions of one Routing, and Routings with the tables that they read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def routing_of(
 
 
 def collapsed(num_tokens: int, k: int, num_experts: int, first: int = 0) -> Routing:
-    """Every token to experts `first` .. `first + k - 1`, sure of them: all scores 0 but theirs."""
+    """Routing of every token to experts `first` .. `first + k - 1`, which share all of the score."""
     scores_TE = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
     scores_TE[:, first : first + k] = 1 / k
     return _decided(scores_TE, k)

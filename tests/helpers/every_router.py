@@ -177,7 +177,7 @@ def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_
 
 
 def scores_of(routing: Routing) -> dict[str, Tensor]:
-    """Its tables, or what it has of the listed pairs in their place."""
+    """Tables of logits and scores, or the logits of listed pairs."""
     found = {n: getattr(routing, n, None) for n in ("logits_TE", "scores_TE", "logits_N")}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 

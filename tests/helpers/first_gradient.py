@@ -46,7 +46,7 @@ def fit(
     precision: str = "32-true",
     weights: Mapping[str, Tensor] | None = None,
 ) -> LanguageModel:
-    """Train on the machine that the config asks for, with these callbacks beside those of a run.
+    """Train on the machine that the config asks for, with these callbacks and those of a run.
 
     Args:
         weights: initial weights of the decoder, in place of random ones.

@@ -51,7 +51,7 @@ class MemoryLogger(Logger):
 
 
 class Spy(Callback):
-    """Every batch's objective and routing, every step's gradient as the optimizer saw it."""
+    """Record the objective and routing of every batch, and the gradient of every step."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []

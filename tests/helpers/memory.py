@@ -22,9 +22,9 @@ def peak_above(function: Callable[[], Any]) -> int:
 
 
 def pages_above(function: Callable[[], Any]) -> int:
-    """Bytes of pages of its own that a new process has at the most while `function` runs, above before.
+    """Peak of private memory, in bytes above the start, while `function` runs in a new process.
 
-    What is freed is given back at once, from here on. Linux alone counts so.
+    Freed memory is returned to the system at once from here on. Only Linux counts this way.
     """
     libc = ctypes.CDLL(None)
     assert libc.mallopt(_M_MMAP_THRESHOLD, 2**16) == 1

@@ -160,7 +160,7 @@ def refuse(tiny_yaml: Path, tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def stay_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test writes to the home folder, to the checkout, or under somebody's wandb account."""
+    """Keep tests from writing to the home folder, to the checkout or to a wandb account."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))

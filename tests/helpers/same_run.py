@@ -100,10 +100,10 @@ def _text(path: Path) -> str:
 
 
 def snapshot(folder: Path, *ignored: str) -> dict[str, bytes | str | None]:
-    """Every path below a folder, relative to it: a file's bytes, a link's target, None of anything else.
+    """Content of a folder by relative path: bytes of files, targets of links, None for anything else.
 
     Args:
-        ignored: names that do not count, wherever they are.
+        ignored: file names to leave out at any depth.
     """
     return {
         str(path.relative_to(folder)): _content(path)

@@ -1,4 +1,4 @@
-"""A family of configs of the tests' own, which no FFN knows. A module: classes have import paths."""
+"""A family of configs for tests only. A module: classes have import paths."""
 
 from __future__ import annotations
 

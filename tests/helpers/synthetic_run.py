@@ -414,7 +414,7 @@ def random_text(letters: bytes, size: int = 4000, seq_len: int = S) -> Tokenized
 
 
 def decoder_of(ffn: Any, letters: bytes, **config: Any) -> Decoder:
-    """One layer that sees the embeddings alone: a letter is an axis, and attention adds nothing."""
+    """Decoder of one layer with one axis per letter and an attention that adds nothing."""
     torch.manual_seed(0)
     options = {"d_model": D, "num_layers": 1, "tie_embeddings": False, "ffn": ffn} | config
     options.setdefault("attention", {"num_heads": 2})

@@ -137,7 +137,7 @@ def save(name: str, folder: Path, **options: Any) -> Any:
 
 
 def logits(model: Any) -> Tensor:
-    """(B, S, V) of a model of theirs or of ours."""
+    """Logits (B, S, V) of a model of transformers or of moe_ffn."""
     with torch.no_grad():
         return model(IDS_BS).logits
 

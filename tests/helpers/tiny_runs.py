@@ -1,4 +1,4 @@
-"""Tiny runs on a small corpus, in this process or in processes of their own; and a finished one to damage."""
+"""Tiny runs on a small corpus, in this process or in new ones, and a finished run to damage."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Finished(NamedTuple):
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Ours, but for one thread, a wide terminal, the code of this checkout, and the changes."""
+    """Environment of this process with one thread, a wide terminal, this checkout and the changes."""
     ours = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(REPOSITORY)}
     return os.environ | ours | changes
 
@@ -87,7 +87,7 @@ def python_words(program: str) -> list[str]:
 
 
 def start(*argv: str, program: str = "experiments.train", **changes: str) -> subprocess.Popen[str]:
-    """A program of the project in a process of its own, whose environment has the changes."""
+    """Start a program of the project in a new process, with changes to its environment."""
     return start_command([sys.executable, *python_words(program), *argv], **changes)
 
 
@@ -125,7 +125,7 @@ def run(*argv: str, program: str = "experiments.train", **changes: str) -> Finis
 
 
 def run_here(*argv: str, program: str = "experiments.train", has_page: bool = False) -> Finished:
-    """The same in this process, which has imported all that a program needs.
+    """Run a program in this process, which has imported all that it needs.
 
     Args:
         has_page: False leaves the page of a run that is trained empty: drawing it takes a third of the time.
@@ -274,7 +274,7 @@ def _shared_folder() -> Path:
 
 @cache
 def trained(**changes: str) -> Path:
-    """A run with checkpoints of steps 8 and 12, and alarms; nobody writes to it."""
+    """A finished run with checkpoints of steps 8 and 12 and alarms; read-only by convention."""
     given = WITH_ALARMS | changes
     name = "-".join(["run", *(part for change in changes.items() for part in change)])
     done = run_here(*options(_shared_folder(), run__name=name, **given))
@@ -285,12 +285,12 @@ def trained(**changes: str) -> Path:
 
 
 def finished_copy(folder: Path) -> Path:
-    """The run, in a folder of the case's own."""
+    """A copy of the finished run in a new folder."""
     return Path(shutil.copytree(trained(), folder / "run"))
 
 
 def unfinished_copy(folder: Path) -> Path:
-    """The same, as if its process had died just before its end."""
+    """A copy of the run, as if its process had died just before its end."""
     copied = finished_copy(folder)
     (copied / SUMMARY_FILE).unlink()
     return copied

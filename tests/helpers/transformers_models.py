@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {}, "jamba": {}, "minimax_m2": {}, "mixtral": {}, "nemotron_h": MAMBA,
     "olmoe": {}, "phimoe": {}, "qwen2_moe": {}, "qwen3_moe": {}, "solar_open": {},
 }  # fmt: skip
-"""Each kind of experts: gated and plain, biased, transposed, interleaved, clamped."""
+"""Kinds of experts: gated and plain, biased, transposed, interleaved, clamped."""
 
 
 def model_of(family: str, options: dict[str, Any]) -> Any:

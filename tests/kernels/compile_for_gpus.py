@@ -1,4 +1,4 @@
-"""Every kernel compiled at the launches of real models, for three kinds of GPUs, without a GPU.
+"""Compile every kernel at the launches of real models, for three kinds of GPUs, without a GPU.
 
 Both operators run on tensors without data, and a launch compiles its kernel instead of running it. The
 interpreter, under which the other tests run, shows none of what is printed here: one JSON line per compiled

@@ -18,8 +18,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter_prepares_a_kernel_once() -> Iterator[None]:
-    """Half of the interpreter's time: it replaces `triton.language` anew at every call of a function
-    inside a kernel, though the kernel has had it replaced already."""
+    """Halve the interpreter's time: it replaces `triton.language` at every call of a function inside a
+    kernel, although the kernel has replaced it already."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return

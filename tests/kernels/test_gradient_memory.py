@@ -73,7 +73,7 @@ def test_memory_begins_at_a_cache_line(layer: MoEFFN) -> None:
 
 def test_memory_goes_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     class Buffer(bytearray):
-        """One that can be referred to weakly."""
+        """A bytearray that allows weak references."""
 
     monkeypatch.setattr(gradient_memory, "bytearray", Buffer, raising=False)
     weight = nn.Parameter(torch.randn(3, 4))

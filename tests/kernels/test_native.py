@@ -1,4 +1,4 @@
-"""The compiled experts where tiles, chunks, panels, blocks and groups end, held to `loop` in float64.
+"""The compiled experts at the ends of tiles, chunks, panels, blocks and groups, against `loop` in float64.
 
 Tiles are 64 or 96 rows, panels 32 or 64 columns, by the kind of CPU; chunks are 512 rows, sums 512 numbers,
 blocks 128 rows, groups 8 MiB.
@@ -149,7 +149,7 @@ def is_quick(shape: str, num_threads: int, dtype: torch.dtype) -> bool:
 def test_every_shape_is_that_of_the_loop(
     shape: str, num_threads: int, dtype: torch.dtype, threads: Any
 ) -> None:
-    """On one thread, and on more threads than there are experts of these shapes."""
+    """Shapes on one thread, and on more threads than they have experts."""
     threads(num_threads)
     kinds = list(KINDS.values())
     is_long = sum(SHAPES[shape][3]) > 1000 or shape in ("long sums", "groups")
@@ -356,7 +356,7 @@ def test_no_gradient_is_computed_for_frozen_inputs(frozen: tuple[str, ...]) -> N
 def test_the_sizes_of_every_kind_of_cpu_give_the_results_of_the_loop(
     shape: str, sizes: Kind
 ) -> None:
-    """With oneDNN's products and with torch's own."""
+    """Products by oneDNN and by torch."""
     row = replace(sizes, flags=build.KINDS[build.kind_of_cpu()].flags)
     implementation = backend.compiled(build.load_sizes(row))
     given = Case(*SHAPES[shape], torch.float32, {"gated": True}).given()

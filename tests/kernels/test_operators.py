@@ -1,4 +1,4 @@
-"""The operators that torch sees of us: what `opcheck` asks of each, and that of the CPU beside `cpu`."""
+"""The custom torch operators: `opcheck` for each, and the CPU operator compared with `cpu`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ every_check = pytest.mark.parametrize(
 
 
 def called(module: Any, name: str, call: Callable[[], object]) -> tuple[Any, ...]:
-    """The arguments that a module calls an operator of its own with."""
+    """The arguments with which a module calls its operator."""
     found: list[tuple[Any, ...]] = []
     operator = getattr(module, name)
     with pytest.MonkeyPatch.context() as patch:

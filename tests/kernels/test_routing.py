@@ -110,7 +110,7 @@ def test_top_k_takes_the_first_of_equal_scores_and_nan_as_the_largest() -> None:
     assert top_k(torch.tensor([[-1.0, -0.0, 0.0, -0.0]]), 3).tolist() == [[1, 2, 3]]
 
 
-def test_scores_in_training_and_in_float64_are_taken_too() -> None:
+def test_scores_in_training_and_in_float64_are_supported() -> None:
     scores_TE = torch.randn(9, 5)
     expected = scores_TE.topk(2).indices
     assert torch.equal(top_k(scores_TE.requires_grad_(), 2), expected)

@@ -111,7 +111,7 @@ def test_adapters_equal_the_loop(
 def test_widths_that_are_multiples_of_a_tile_equal_the_loop(
     gated: bool, make_weights: Any, make_plan_of: Any
 ) -> None:
-    """Without masks: what the widths of real layers are."""
+    """Widths that need no masks, as in real layers."""
     plan = PLANS["one_expert_takes_all"]
     weights = make_weights(d_model=32, d_ff=48, gated=gated)
     check(tokens(len(plan), d_model=32), make_plan_of(plan, 3), weights)
@@ -183,7 +183,7 @@ def test_tokens_may_have_any_strides(make_weights: Any, make_plan_of: Any) -> No
         torch.testing.assert_close(backend.triton(x, plan, weights), wanted, rtol=0, atol=0)
 
 
-def test_an_expanded_gradient_is_taken(make_weights: Any, make_plan_of: Any) -> None:
+def test_an_expanded_gradient_is_supported(make_weights: Any, make_plan_of: Any) -> None:
     # y.sum() hands back one number with strides of 0.
     plan, weights, x_TD = make_plan_of(PLANS["one_pair"], 3), make_weights(), tokens(1)
     gradients = [
@@ -314,7 +314,7 @@ def test_a_tile_is_chosen_by_rows_per_expert(
 
 
 def compile_for_gpus(*words: str) -> list[dict[str, Any]]:
-    """Compile the launches of real models, in a process of its own, whose interpreter is off."""
+    """Compile the launches of real models in a new process without the interpreter."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     environment.pop("TRITON_INTERPRET", None)
     finished = subprocess.run(

@@ -1,4 +1,4 @@
-"""Each measure against numbers worked out by hand."""
+"""Measures compared with hand-computed numbers."""
 
 from __future__ import annotations
 

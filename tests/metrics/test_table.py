@@ -48,7 +48,7 @@ def test_every_metric_entry_is_complete(metric: Metric) -> None:
     assert ((metric.measure or metric.pairs_only_measure) is not None) == is_of_routings
 
 
-def test_titles_and_axes_tell_metrics_apart() -> None:
+def test_titles_and_axes_distinguish_metrics() -> None:
     titles = [metric.title for metric in ALL]
     assert len(set(titles)) == len(titles)
     assert not RUN_METRICS.keys() & BALANCING_LOSSES.keys(), "both stand in a row as train/NAME"

@@ -1,4 +1,4 @@
-"""The whole decoder: causal, blind to padding, as large as its config says; names of its layers."""
+"""The whole decoder: causality, padding, number of parameters and names of layers."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ CAUSAL = {
     if FFNConfig.model_validate(ffn).unsupported(UseCase(causal=True)) is None
 }
 PADDABLE = {name: ffn for name, ffn in FFNS.items() if "forced" not in name}
-"""Without the router that goes by a token's place in the batch."""
+"""Blocks without the router that uses a token's place in the batch."""
 PLACES = [name for name in PositionsConfig.members if name != "rope"]
 
 
 def at_positions(ffns: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Every block with rotary positions, and one block with all others, which no block sees."""
+    """Every block with rotary positions, and one block with every other kind of positions."""
     with_others = {f"moe-{positions}": ("moe", positions) for positions in PLACES}
     return {name: (ffn, "rope") for name, ffn in ffns.items()} | with_others
 
@@ -80,7 +80,7 @@ DRAWS = {
     *("moe-noisy_top_k", "moe-noisy_top_k-capacity", "moe-drop_random"),
     *("moe-sparse_mixer", "moe-sparse_mixer-capacity", "jittered"),
 }
-"""In training these draw a number per place of the batch, and padding moves the places."""
+"""Blocks that draw a number per place of the batch in training; padding moves the places."""
 
 
 def build(seed: int = 0, **config: Any) -> Decoder:
@@ -98,7 +98,7 @@ def some_ids(*shape: int, seed: int = 1) -> Tensor:
 
 
 def logits_of(model: Decoder, *inputs: Tensor) -> Tensor:
-    """Each time with the same noise, where there is noise."""
+    """Logits with the same noise at every call."""
     torch.manual_seed(3)
     return model(*inputs).logits
 

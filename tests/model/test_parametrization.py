@@ -1,4 +1,4 @@
-"""Parametrizations and options of parts: formulas, an oracle with factors in the forward pass, refusals."""
+"""Parametrizations and options of parts: formulas, an oracle with factors in the forward pass, errors."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def test_a_row_of_the_router_does_not_depend_on_the_number_of_experts(optimizer:
 
 
 def test_a_resumed_optimizer_keeps_the_order_of_its_parameters() -> None:
-    """Under a rate that its options change, two shapes may have the same factor, or not."""
+    """Options that change the rate decide whether two shapes share a factor."""
     model = build(config(model__parametrization=COMPLETEP))
     orders = [
         [[id(parameter) for parameter in group["params"]] for group in built.param_groups]

@@ -21,8 +21,7 @@ from tests.helpers.config_fields import fields_of, nested
 from tests.helpers.tiny_runs import REPOSITORY, run_here
 
 Wrong = tuple[bytes, str]
-"""A config file that must be refused, and what the answer must name: a dotted key, or the file where it is
-at fault as a whole."""
+"""Config files that must be rejected, and the dotted key or file that the answer must name."""
 
 
 def check_refused(folder: Path, content: bytes, named: str) -> None:
@@ -139,7 +138,7 @@ def misspelt_options() -> Iterator[Wrong]:
 
 
 def changed_files() -> Iterator[Wrong]:
-    """Every key of every shipped file: misspelt, given twice, or with a value of another kind."""
+    """Mistakes at every key of every shipped file: misspelt, duplicated, or a value of another type."""
     files = {*(REPOSITORY / "configs").rglob("*.yaml")}
     for file in sorted(files - {*(REPOSITORY / "configs/studies").iterdir()}):
         options = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -224,7 +223,7 @@ RIGHT: dict[str, tuple[bytes, dict[str, Any]]] = {
     "JSON": (b'{"seed": 3, "run": {"name": null}}', {"seed": 3}),
     "a text of digits": (b"run: {name: '12'}", {"run.name": "12"}),
 }  # fmt: skip
-"""The config, and what it says."""
+"""Content of a config file, and the values that it sets."""
 
 
 @pytest.mark.parametrize(("content", "expected"), cases(RIGHT, quick=3))

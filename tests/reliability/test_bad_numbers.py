@@ -79,7 +79,7 @@ class LeaveOut(Callback):
 def test_a_step_that_breaks(
     tmp_path: Path, ffn: str, place: str, value: float, accumulate: int
 ) -> None:
-    """One batch of it does; all else is as if the step had been left out."""
+    """One bad batch skips the step; everything else is as if the step had been left out."""
     config = config_of(tmp_path, ffn, accumulate)
     broken = (SKIPPED - 1) * accumulate + accumulate // 2
     where, named = PLACES[place]

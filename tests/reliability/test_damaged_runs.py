@@ -280,7 +280,7 @@ READERS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("what", ACCIDENTS)
 @pytest.mark.parametrize("name", [CONFIG_FILE, TOKENIZER_FILE, FACTS_FILE, SUMMARY_FILE])
 def test_a_run_with_a_damaged_file_is_read(tmp_path: Path, name: str, what: str) -> None:
-    """Each program does without the file or names it; a page is made in any case."""
+    """Programs work without the file or name it; the page is always made."""
     folder = finished_copy(tmp_path)
     ACCIDENTS[what](folder / name)
 

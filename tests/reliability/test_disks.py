@@ -32,7 +32,7 @@ FULL, READ_ONLY = "No space left on device", "Read-only file system"
 
 
 ALONE = ("unshare", "-rm", "sh", "-c")
-"""Runs a script whose mounts nobody else sees."""
+"""Command that runs a script in a private mount namespace."""
 
 
 def mounting(folder: object, size: str) -> str:
@@ -58,13 +58,13 @@ def undisturbed() -> Path:
 
 
 def disturb(folder: Path, disturbance: str, size: str | None = None) -> tuple[Finished, Path]:
-    """Train with a disturbance; what a reader sees of it meanwhile is whole.
+    """Train with a disturbance, while a reader checks that it never sees a partial file.
 
     Args:
-        size: of a disk of its own for the runs, which nobody else sees; None for the folder's.
+        size: of a private disk for the runs; None keeps them on the disk of `folder`.
 
     Returns:
-        how it ended, and what is left of the run.
+        the exit of the program, and the folder of the run.
     """
     runs, copied, seen = folder / "runs", folder / "copied", folder / "seen.json"
     runs.mkdir()

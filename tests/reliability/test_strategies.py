@@ -67,7 +67,7 @@ OPTIMIZERS = ("adam", "sgd", "adafactor", "muon")
 
 
 def precision_cases() -> Iterator[object]:
-    """Every block, and every optimizer, in every precision of a CPU; one in the default suite."""
+    """Blocks and optimizers in every precision of a CPU; only one is in the default suite."""
     for precision in ON_CPU:
         for block, optimizer in [
             *((block, "adamw") for block in BLOCKS),

@@ -97,7 +97,7 @@ def test_two_processes_make_folders_as_fast_as_they_can(tmp_path: Path, is_named
 
 
 def prepare_in(cache: Path, corpus: Path) -> Path:
-    """Prepare a corpus with a tokenizer of its own; the folder of the data."""
+    """Prepare a corpus with a trained tokenizer, and return the folder of the data."""
     config = {
         "corpus": {"type": "text", "paths": [str(corpus)]},
         "cache_dir": str(cache),

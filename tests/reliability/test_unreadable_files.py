@@ -43,9 +43,9 @@ NOBODY = 65534
 
 @contextmanager
 def nobody() -> Iterator[None]:
-    """Within this the process is that of a user without any rights, unless it is one already.
+    """Run the block as an unprivileged user, unless this process is not root.
 
-    What is imported late has to be imported before: nobody may not be allowed to read it.
+    Late imports must happen before: the unprivileged user may be unable to read them.
     """
     is_root = os.geteuid() == 0
     if is_root:
@@ -59,7 +59,7 @@ def nobody() -> Iterator[None]:
 
 @contextmanager
 def open_place() -> Iterator[Path]:
-    """A folder that all may enter, which pytest's own is not."""
+    """A folder that every user can enter, unlike pytest's temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o777)
         yield Path(name)
@@ -67,7 +67,7 @@ def open_place() -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
-    """Import what programs import late: a user without rights may not be allowed to read it."""
+    """Import modules that programs import late: an unprivileged user may be unable to read them."""
     for name in ("resource", "moe_ffn.runs.train.run"):
         importlib.import_module(name)
     assert run_here(str(trained()), program="moe_ffn.cli.report").code == 0
@@ -192,7 +192,7 @@ def test_an_odd_text_is_read(tmp_path: Path, content: bytes) -> None:
 def test_a_text_that_changes_while_it_is_read_is_rejected(
     tmp_path: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It changes after the first pass over the text and before the second."""
+    """The corpus changes between the first and the second pass over the text."""
     corpus = write_corpus(tmp_path / "corpus")
     build = prepare_module._build
 

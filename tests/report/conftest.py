@@ -16,7 +16,7 @@ def moe(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that no test changes, beside its page."""
+    """A run that no test changes, with its page."""
     return write_run(tmp_path_factory.mktemp("runs") / "moe")
 
 

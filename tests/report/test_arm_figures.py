@@ -1,4 +1,4 @@
-"""Figures of several arms, held to the numbers of a comparison made by hand."""
+"""Figures of several arms, compared with the numbers of a hand-made comparison."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.helpers.synthetic_run import (
 )
 
 figures: Any = functions
-"""Without types: plotly's know nothing of what is in a figure."""
+"""The module without types, because plotly's types do not describe the content of a figure."""
 
 
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
-    """swiglu is clearly better than gelu and costs twice as much; relu cannot be told from gelu."""
+    """swiglu is clearly better than gelu and costs twice as much; relu is indistinguishable from gelu."""
     curve = [[4.0 + seed, 3.0, 2.0] for seed in range(3)]
     results = [
         make_result(arm, seed, 2.0 + 0.1 * seed + shift, curve=curve[seed], flops_per_token=flops)

@@ -34,7 +34,7 @@ VOCABULARY = (b"a", b"b", b"\n", b"")
 
 
 def routed(text: str, experts_T: list[int], seq_len: int = 6) -> RoutedText:
-    """Each token of a text of `ab\\n` at one expert; -1 at none."""
+    """Text of the letters `ab\\n` with one expert per token; -1 for none."""
     ids_T = np.array(["ab\n".index(c) for c in text])
     first_T = np.array(experts_T)
     places = np.flatnonzero(first_T >= 0)

@@ -24,7 +24,7 @@ from tests.helpers.synthetic_run import MEASURES, write_run
 REPOSITORY = Path(__file__).parents[2]
 
 figures: Any = functions
-"""Without types: plotly's know nothing of what is in a figure."""
+"""The module without types, because plotly's types do not describe the content of a figure."""
 
 
 @pytest.fixture(scope="module")

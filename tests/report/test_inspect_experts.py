@@ -46,7 +46,7 @@ def test_random_labels_agree_as_much_as_chance() -> None:
     assert abs(found.above_chance) < 0.01
 
 
-def test_where_there_is_no_choice_there_is_no_agreement() -> None:
+def test_without_a_choice_there_is_no_agreement() -> None:
     found = agreement(np.zeros(10, dtype=int), np.arange(10))
     assert math.isnan(found.share)
     assert math.isnan(found.above_chance)
@@ -56,7 +56,7 @@ def test_where_there_is_no_choice_there_is_no_agreement() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_hash_router_goes_by_the_token_alone(k: int) -> None:
+def test_a_hash_router_agrees_with_the_token_alone(k: int) -> None:
     router = {"type": "hash", "k": k}
     found = inspect_model(decoder_of(moe(router=router), LETTERS), random_text(LETTERS))
     one = found.routers["layer_00"]

@@ -93,7 +93,7 @@ def test_chance_is_that_of_random_inputs(found: Inspection) -> None:
 
 
 def test_the_chance_of_an_expert_s_units_is_that_of_the_expert_s_own_tokens() -> None:
-    """An expert that takes one letter alone: that its units answer to it says nothing."""
+    """An expert that takes only one letter: its units respond to that letter by necessity."""
     moe = {
         "type": "moe",
         "num_experts": 2,
@@ -149,7 +149,7 @@ def test_a_unit_that_answers_to_a_suffix_is_found_as_such() -> None:
 
 
 def test_a_unit_that_answers_to_a_position_is_found_as_such() -> None:
-    """Learned positions: the embedding of position 5 is an axis of its own."""
+    """Learned positions: the embedding of position 5 is a separate axis."""
     decoder: Any = decoder_of(DENSE, LETTERS, positions={"type": "learned"})
     (table,) = decoder.positions.parameters()
     keys = torch.zeros(4, D)

@@ -154,7 +154,7 @@ def test_a_share_is_shaded_and_one_that_was_not_measured_is_a_dash(
     assert f'<th scope="row">0</th>{cells}' in without_plots(folder).body
 
 
-def test_alarms_stand_at_the_top_and_those_of_one_kind_at_one_step_are_one_entry(moe: Path) -> None:
+def test_alarms_are_at_the_top_grouped_by_kind_and_step(moe: Path) -> None:
     alarms = [
         {"step": step, "kind": "dead_experts", "layer": layer, "message": said, "advice": "Do."}
         for step, layer, said in (
@@ -204,7 +204,7 @@ def test_a_nan_in_the_results_is_a_dash(moe: Path) -> None:
 
 
 def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
-    """Each value of the config in turn, and every name in the results."""
+    """Markup in each value of the config and in every name of the results."""
     moe = write_run(tmp_path / "runs" / "moe", layers=1, rows=10)
     evil = "<script>alert(1)</script>"
     config = yaml.safe_load((moe / "config.yaml").read_text())

@@ -108,7 +108,7 @@ def test_every_plot_is_drawn_on_a_phone(overlay: Opened) -> None:
     check_texts(overlay.page)
 
 
-def test_a_window_that_becomes_as_narrow_as_a_phone_takes_the_plots_along(moe: Opened) -> None:
+def test_plots_shrink_with_the_window(moe: Opened) -> None:
     moe.page.set_viewport_size({"width": PHONE, "height": 900})
     moe.page.wait_for_function(
         f"[...document.querySelectorAll('.main-svg')].every(s => s.clientWidth < {PHONE})"
@@ -137,7 +137,7 @@ def test_pages_of_every_kind(browser: Browser, page_of: Pages, name: str, width:
 
 
 def check_texts(page: Page) -> None:
-    """No two texts of a plot lie over each other, and none is cut off, by their boxes."""
+    """Check by their boxes that no texts of a plot overlap or are cut off."""
     found = page.evaluate(
         """() => [...document.querySelectorAll('.plot')].flatMap(plot => {
             const texts = [...plot.querySelectorAll('svg text')]
@@ -293,7 +293,7 @@ def test_a_page_opens_from_disk_without_a_word(browser: Browser, tmp_path: Path)
         assert found.page.inner_text("h1") == "</script> is only text here"
 
 
-def test_a_page_is_put_in_its_place_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "page.html"
     write_page(path, "old")
 
@@ -308,7 +308,7 @@ def test_a_page_is_put_in_its_place_whole(tmp_path: Path, monkeypatch: pytest.Mo
     assert [p.name for p in tmp_path.iterdir() if p.name != "home"] == ["page.html"]
 
 
-def test_what_a_template_shows_is_escaped_and_its_control_characters_are_seen() -> None:
+def test_templates_escape_markup_and_show_control_characters() -> None:
     template = ENVIRONMENT.from_string('<p title="{{ text | plain }}">{{ text }}</p>{{ html }}')
     html = Markup("<b>bold</b>")
     assert template.render(text='<i>"\x1b\n', html=html) == (

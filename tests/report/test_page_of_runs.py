@@ -1,4 +1,4 @@
-"""The page of several runs: which is better as far as they say, and what each did."""
+"""The page of several runs: the comparison, and the curves of each run."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def drawn(line_plots: list[dict[str, Any]]) -> Drawn:
     ]
 
 
-def test_sections_stand_in_this_order_and_are_open(
+def test_sections_are_in_order_and_open(
     view: dict[str, Any], sections: list[dict[str, Any]]
 ) -> None:
     assert [section["name"] for section in sections] == ["Training", "Efficiency", "Routing"]
@@ -269,7 +269,7 @@ def test_validation_is_drawn_with_training(drawn: Drawn) -> None:
 
 
 def test_every_column_that_a_run_writes_in_training_has_a_panel(moe_run: Any, drawn: Drawn) -> None:
-    """But for its clocks, which are an axis of losses and no curve."""
+    """Clocks are excepted: they are an axis of losses, not a curve."""
     clocks = {"step", STEP, TRAIN_SECONDS, STEP_SECONDS}
     written = {c for c in moe_run.columns - clocks if not c.startswith("validation/routing/")}
     assert any(column.startswith("routing/layer_01/") for column in written)

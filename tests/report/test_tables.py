@@ -73,7 +73,7 @@ def test_a_share_above_zero_is_never_shown_as_zero() -> None:
     )
 
 
-def test_as_many_experts_as_fit_have_columns_of_their_own() -> None:
+def test_experts_have_columns_as_far_as_they_fit() -> None:
     nine = [*[0.124] * 6, 0.2556, 0.0004, 0.0]
 
     assert loads(*[0.125] * 8).splitlines()[0] == (
@@ -146,7 +146,7 @@ def test_the_first_unused_experts_are_named() -> None:
 
 
 def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> str:
-    """The screen of a good run, unless `replaced` says otherwise."""
+    """The screen of a good run, with `replaced` fields."""
     summary: dict[str, Any] = {
         "validation_loss": 2.5,
         "validation_bits_per_byte": 3.6,

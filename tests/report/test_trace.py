@@ -123,7 +123,7 @@ def test_entropy_is_that_of_each_token_s_own_scores() -> None:
     ],
     ids=["two of four", "nobody"],
 )
-def test_tokens_inside_a_mixture_of_depths_stand_where_they_came_from(
+def test_tokens_inside_a_mixture_of_depths_keep_their_positions(
     gate: Routing, inner: Routing, at_gate: list[Any], inside: list[Any]
 ) -> None:
     found = visits_by_layer(
@@ -201,7 +201,7 @@ def test_experts_without_a_network_are_called_what_they_do() -> None:
 
 
 def test_the_header_of_a_long_trace_stays_in_sight(browser: Browser, tmp_path: Path) -> None:
-    """And the token, however far the page is scrolled; a phone is narrower than ten layers."""
+    """The token stays in sight too, on a phone narrower than ten layers."""
     layers = tuple(Layer(f"layer_{n:02d}", ("0", "1"), "dropless") for n in range(10))
     visits = {layer.name: Visit((Choice(0, 0.5, 0.5, False),), 0.1) for layer in layers}
     tokens = tuple(TokenTrace(n, f"t{n}", visits, None) for n in range(100))

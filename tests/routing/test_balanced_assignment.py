@@ -167,7 +167,7 @@ NUM_EXPERTS = len(THRESHOLDS)
 
 
 def router_of(thresholds: list[float] | None = None, **options: Any) -> ExpertThresholdRouter:
-    """Its logits are its input; estimated already, where thresholds are given."""
+    """Router whose logits are its input, with the given thresholds as estimates."""
     router = identity_router(ExpertThresholdRouterConfig(**options), NUM_EXPERTS)
     assert isinstance(router, ExpertThresholdRouter)
     if thresholds is not None:

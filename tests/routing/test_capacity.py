@@ -198,7 +198,7 @@ def test_by_choice_first_choices_stay_before_any_second_one(make_routing: Any) -
     assert dropped(drop_over_capacity(routing, 1.0, by_position)) == [4]
 
 
-def test_at_random_evaluation_goes_by_position() -> None:
+def test_random_drops_follow_positions_in_evaluation() -> None:
     layer = build_ffn(
         {"type": "moe", "num_experts": 4, "capacity": {"eval_factor": 0.5, "drop": "random"}},
         d_model=8,
@@ -237,7 +237,7 @@ def test_without_a_factor_every_policy_is_causal() -> None:
 
 
 def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
-    """Queues are of one sequence, by position; the same in training and in evaluation, whatever the batch."""
+    """Queues follow positions within one sequence, in training and evaluation alike."""
     config = CapacityConfig(per_sequence=2)
     # Two sequences of four tokens, all for expert 0, but the last of each.
     experts = [0, 0, 0, 1, 0, 0, 0, 1]

@@ -286,7 +286,7 @@ def test_a_router_is_called_causal_exactly_when_no_later_token_changes_an_earlie
     assert match[1] == router["type"]
     assert is_causal({"type": match[2]})
     if getattr(config_of(router), "k", None) == NUM_EXPERTS:
-        assert not any(changed)  # the kind says so; with k of all experts nobody is passed over
+        assert not any(changed)  # the kind says so; with k of all experts none is skipped
     else:
         assert any(changed)
 

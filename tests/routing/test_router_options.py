@@ -176,13 +176,13 @@ def drawn(**options: Any) -> Any:
 
 
 def plain(k: int, **options: Any) -> Any:
-    """Softmax top-k; a config with k = 1 and renormalised weights would be refused."""
+    """Softmax top-k; a config with k = 1 and renormalised weights is rejected."""
     return RouterConfig.model_validate({"type": "top_k", "k": 2, **options}).with_k(k)
 
 
 @pytest.mark.parametrize("options", DRAWN.values(), ids=DRAWN)
 def test_a_step_with_a_drawn_k_is_one_of_top_k(options: dict[str, Any]) -> None:
-    """In its pairs, in what its balancing losses are, and in what a capacity drops."""
+    """The step has the pairs, balancing losses and capacity drops of top_k."""
     logits_TE = random_logits(40, E, scale=2.0)
     mask = torch.arange(40) % 5 != 0
     router: Any = identity_router(drawn(**options), E).train()

@@ -1,4 +1,4 @@
-"""Every mistake in a file or folder is answered by exit code 2 and a line that names it."""
+"""Mistakes in a file or folder give exit code 2 and a line that names it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_line_break_in_a_key_makes_no_second_line(refuse: Refuse, tmp_path: Pa
     assert refuse("--config", "mine.yaml").startswith("a\\nb\\x1b[31m: unknown; known: ")
 
 
-# -- a class of one's own
+# -- a custom class
 
 
 def test_running_custom_code_is_announced_first(
@@ -286,7 +286,7 @@ def test_the_name_of_the_machine_replaces_that_of_another(tmp_path: Path) -> Non
 def test_checking_the_lock_does_not_block_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the lock for a moment."""
+    """The reader holds the lock only for a moment."""
     flock, refused = fcntl.flock, 3
 
     def busy(file: int, operation: int) -> None:

@@ -450,7 +450,7 @@ def test_resume_uses_the_runs_copy_of_custom_code_and_asks_before_other_code(
     assert (code, stdout[:3]) == (0, "def")
     assert "has changed since" in stderr
 
-    # Moved, it is the same run; edited, it is a stranger's.
+    # A moved run keeps its trust; an edited one loses it.
     strange = Path(shutil.move(folder, tmp_path / "strange"))
     assert program("generate", str(strange), "--num-tokens", "2")[0] == 0
     with (strange / "code/own.py").open("a") as file:

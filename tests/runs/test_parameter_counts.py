@@ -1,4 +1,4 @@
-"""A config that counts other parameters than are built of it is refused before a run begins."""
+"""Configs that miscount their parameters are rejected before a run begins."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ NO_NUMBERS = {
 
 
 @pytest.mark.parametrize(("flag", "value", "message"), NO_NUMBERS.values(), ids=NO_NUMBERS)
-def test_counts_that_are_no_numbers_are_refused_before_they_are_added_up(
+def test_nonnumeric_counts_are_rejected_before_summing(
     flag: str, value: str, message: str, refuse: Callable[..., str]
 ) -> None:
     Path("none.py").write_text(OWN.replace("return self.told", "return None"))

@@ -225,7 +225,7 @@ def test_recomputed_layers_keep_their_input_alone() -> None:
     assert whole.by_layer[1] > 1.2 * whole.by_layer[0]
     assert block.recomputed == pytest.approx(whole.by_layer[1])
     assert block.by_layer[0] < 0.2 * whole.by_layer[0]
-    # Beside a block that is computed again, attention has kept its own.
+    # Where only the block is recomputed, attention keeps its activations.
     assert ffn.recomputed == pytest.approx(whole.by_layer[1] - ffn.by_layer[1])
     assert block.total < ffn.total < whole.total
 

@@ -37,7 +37,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert run.alarms == []
 
 
-def test_experts_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_experts_are_in_numerical_order(tmp_path: Path) -> None:
     load = [expert / 1000 for expert in range(101)]
     write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, "routing/layer_00/load": load}])
     assert [series.last for series in read_run(tmp_path).loads["layer_00"]] == load
@@ -76,7 +76,7 @@ def test_until_the_summary_the_experts_are_those_of_the_last_validation(tmp_path
     assert run.validated["layer_01"]["max_violation"] == value[f"{key}max_violation"]
 
 
-def test_half_written_files_are_as_good_as_absent(tmp_path: Path) -> None:
+def test_partial_files_count_as_absent(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     (folder / "summary.json").write_text('{"validation_loss": 1.')
     (folder / "config.yaml").write_text("model: {ffn: [")

@@ -187,7 +187,7 @@ STATE = {"weight": torch.zeros(2, 3), "count": torch.zeros(3, dtype=torch.int64)
 
 
 class Model(torch.nn.Module):
-    """Its state is of these names and shapes."""
+    """Model with a small state dict."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def test_each_arm_has_its_mean_and_its_paired_difference() -> None:
     assert not relu.difference.is_claimed
 
 
-def test_two_seeds_are_shown_one_by_one_and_how_many_it_would_take() -> None:
+def test_two_seeds_are_shown_singly_with_the_number_of_seeds_needed() -> None:
     found = Comparison.of(gating(2), baseline="gelu")
     gelu, swiglu, _ = found.arms
 

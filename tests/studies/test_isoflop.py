@@ -154,7 +154,7 @@ def test_the_resamples_of_two_budgets_are_independent() -> None:
     ],
 )
 def test_few_minima_give_no_power_law(num_minima: int, said: str) -> None:
-    """A budget whose minimum is refused counts as little as one with too few runs for a parabola."""
+    """Budgets with a rejected minimum are left out, like budgets with too few runs for a parabola."""
     sizes = [1e5, 2e5, 4e5, 8e5, 1.6e6]
     lowest = [4e5] * num_minima + [5e7]
     flops = [10.0 ** (13 + place) for place in range(len(lowest)) for _ in sizes]

@@ -398,7 +398,7 @@ def test_missing_planned_runs_are_counted_and_the_first_named(
     text = "arms: {a: {}, b: {model.ffn: dense}}\nseeds: [0, 1, 2]\n"
     found = [make_result("a", 0), make_result("a", 1, is_finished=False)]
     note = gather([write_study(tmp_path / "s", text, *found)]).compare().notes[-1]
-    # Of the two of six that are there one is left out, which is said elsewhere.
+    # Two of six runs exist; one of them is left out, which another note reports.
     assert note == (
         "4 of the 6 runs of the study are missing here: a-seed2, b-seed0, b-seed1 and 1 more."
     )

@@ -186,14 +186,14 @@ def test_missing_scipy_is_reported_with_the_install_command(
         mean_interval([1.0, 2.0, 3.0])
 
 
-# -- known parameters are found again within their intervals; what cannot be fitted is said in one sentence
+# -- known parameters are found again within their intervals; failed fits give one sentence
 
 
 POWER = power_law("C")
 
 
 def grid(**values: Sequence[float]) -> dict[str, list[float]]:
-    """Every combination, as one column for each name."""
+    """Columns of all combinations of the values, by name."""
     columns = np.meshgrid(*(np.array(v, dtype=float) for v in values.values()))
     return {name: column.ravel().tolist() for name, column in zip(values, columns, strict=True)}
 

@@ -70,7 +70,7 @@ def test_dotted_and_nested_options_mean_the_same_and_later_layers_win() -> None:
     )
 
 
-def test_the_seed_stands_in_the_text_of_an_option() -> None:
+def test_the_seed_is_substituted_in_option_texts() -> None:
     runs = planned("""
         seeds: [0, 12]
         arms: {cut: {init_from: "models/cut-seed{seed}", objective.distill: {teacher: "runs/{seed}"}}}

@@ -23,7 +23,7 @@ arms: {short: {}, long: {trainer.max_steps: 20}}
 
 
 class Process:
-    """In the place of the process of a run."""
+    """Fake process of a run."""
 
     started: ClassVar[list[Process]] = []
 

@@ -110,7 +110,7 @@ def ended_at(step: int, result: RunResult) -> RunResult:
     + [("gating", ["swiglu", "gelu"])],
 )
 def test_the_arm_stays_that_leads_at_full_length(study: str, names: list[str], step: int) -> None:
-    """In two studies the second arm leads at the end, 600; in one of them the first leads at this step."""
+    """The second arm leads at the end, step 600, in both studies; in one the first arm leads at this step."""
     table = ROOT / "docs" / "studies" / study / "results.jsonl"
     results = [RunResult.of_line(line, table) for line in table.read_bytes().splitlines()]
     short = [ended_at(step, result) for result in results if result.arm in names]

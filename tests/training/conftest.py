@@ -73,7 +73,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nobodys_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Neither settings nor a key of anybody, in a folder of the test's own."""
+    """A wandb without settings or a key, in the folder of the test."""
     for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
         monkeypatch.delenv(name)
     # It is set by the code under test, and so that it is unset at the end.

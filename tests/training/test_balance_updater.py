@@ -114,7 +114,7 @@ def test_the_density_is_of_the_tokens_of_all_ranks() -> None:
 def sparsity_weight_after_a_step(
     routings: dict[str, Routing], reduce: Callable[[Tensor], Tensor] = alone
 ) -> float:
-    """Over what it was before: 1.2, 1 / 1.2, or 1 on target."""
+    """Factor on the weight of the sparsity loss: 1.2, 1 / 1.2, or 1 on target."""
     updater = BalanceUpdater(ObjectiveConfig())
     before = updater.sparsity_weight.item()
     updater.observe(routings, {})

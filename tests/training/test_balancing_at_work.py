@@ -1,4 +1,4 @@
-"""Each balancing rule takes a collapsed router apart on a tiny task; without one it stays collapsed."""
+"""Balancing rules undo the collapse of a router on a tiny task; without one it stays collapsed."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def mixed_on_a_rank(rank: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def test_outputs_of_ranks_are_summed_in_float32(tmp_path: Path) -> None:
-    """Their parts are 127.5 and 255 / 256, each rounded to bfloat16, in which their sum is 128 or 129."""
+    """The parts 127.5 and 255 / 256 are exact in bfloat16, but their sum would round to 128 or 129."""
     for found in on_ranks(2, tmp_path, mixed_on_a_rank):
         for mixed, true in found:
             assert (mixed.dtype, true.dtype) == (torch.float32, torch.bfloat16)

@@ -131,7 +131,7 @@ def test_stored_answers_are_the_teachers_at_each_position(
         assert (found.token_ids[row, late] == wanted.token_ids).float().mean() > 0.9  # but for ties
 
 
-def test_a_batch_knows_where_its_sequences_begin() -> None:
+def test_batches_carry_the_starts_of_their_sequences() -> None:
     tokens = torch.randint(0, 50, (103,)).numpy()
     for index, rank in product(range(9), range(2)):  # three epochs
         batch = TrainBatches(tokens, 7, 4, seed=1, rank=rank, world_size=2)[index]

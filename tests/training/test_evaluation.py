@@ -61,7 +61,7 @@ def test_every_token_but_the_first_is_predicted_once(count: int, stride: int) ->
 
 @pytest.mark.parametrize("stride", [2, SEQ_LEN])
 def test_the_figures_equal_a_loop_over_tokens_in_float64(stride: int) -> None:
-    """With a stride of S each window stands alone; with a smaller one a token sees S - stride tokens more."""
+    """A stride of S makes windows independent; a smaller one adds S - stride tokens of context."""
     decoder, tokens = build().double(), tokens_of(29)
     lengths = np.arange(32) % 5
     nats = []

@@ -52,7 +52,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "adamw_eps": 1e-3,
     },
 }
-"""Another value of every option of its own."""
+"""Another value for every option specific to an optimizer."""
 
 MATRIX = "layers.0.ffn.experts.gate_up"
 

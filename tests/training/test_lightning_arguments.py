@@ -130,7 +130,7 @@ def test_lightning_arguments_are_passed_on() -> None:
 @pytest.mark.parametrize(
     "variable", [name for name in LAUNCHER_VARIABLES if not name.startswith("SLURM")]
 )
-def test_machines_that_a_launcher_has_started_are_taken(
+def test_num_nodes_is_accepted_under_a_launcher(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     config = TrainConfig.model_validate({"trainer": {"num_nodes": 2, "accelerator": "cpu"}})

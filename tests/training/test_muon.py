@@ -16,7 +16,7 @@ LAYER = "layers.0.ffn"
 
 
 def build() -> nn.Module:
-    """A sparse layer with a shared expert, and a gated one; every parameter with a gradient of its own."""
+    """A sparse layer with a shared expert, and a gated one; every parameter has a different gradient."""
     torch.manual_seed(0)
     ffn = {
         "type": "moe",

@@ -29,7 +29,7 @@ LOG_3 = 1.0986123
 
 
 def routing(expert_ids: list[int], scores_TE: Tensor, logits_TE: Tensor) -> Routing:
-    """Each token to one expert."""
+    """Routing of each token to one expert."""
     num_tokens = len(expert_ids)
     return Routing(
         token_indices_N=torch.arange(num_tokens),

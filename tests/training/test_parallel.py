@@ -79,8 +79,8 @@ MODEL = "capacity sigmoid shared nested few threshold chain elastic"
 OBJECTIVE: dict[str, Any] = {"load_balance_global": 0.1, "bias_rule": "quantile"}
 COUPLED = "kimi sigmoid"
 OF_COUPLED: dict[str, Any] = {"bias_rule": "global_quantile", "coupling": {"alpha": 0.5}}
-"""Blocks of a model with an objective of its own: a histogram of all ranks, a loss of weights, and answers
-of a teacher that are stored."""
+"""Blocks of a model with a special objective: a histogram of all ranks, a loss of weights, and stored
+answers of a teacher."""
 
 # Sums of some hundred float32 products, added up in another order.
 FLOAT32 = 1e-5
@@ -100,7 +100,7 @@ def step_of(
     teacher: str | None = None,
     parametrization: Any = "standard",
 ) -> TrainConfig:
-    """One step on so many small batches, by so many ranks at a time, of layers with these blocks."""
+    """Config of one step on `accumulated` batches by `num_ranks` ranks, with a layer per block."""
     ffn, *others = [BLOCKS[block] for block in blocks.split()]
     ffn_at = {str(layer): other for layer, other in enumerate(others, start=1)}
     return make_config(
@@ -139,7 +139,7 @@ def require_the_step_of_one_process(
     models: list[str],
     device: str = "cpu",
 ) -> None:
-    """No tensor of a rank differs by more than the rounding of float32, relative to its largest number."""
+    """Check that tensors of ranks differ by at most float32 rounding, relative to their largest number."""
     layout = LAYOUTS[name]
     num_parts = accumulated * layout.num_ranks
     teacher, answers = str(folder / "teacher"), folder / "answers.safetensors"

@@ -64,7 +64,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 VALIDATE_EVERY, MAX_STEPS = 4, 8
 CUTS = (4, 5)
-"""After a validation, and between two."""
+"""Steps after a validation and between two validations."""
 
 
 class Recorder(Callback):

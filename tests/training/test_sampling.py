@@ -48,7 +48,7 @@ def test_a_character_of_several_tokens_comes_whole() -> None:
     [
         ("one\n\ntwo", ("\n\n",), ["o", "n", "e", "", ""]),
         ("a\nb", ("\n\n",), ["a", "", "\nb", ""]),
-        ("ababac", ("abac",), ["", "", "", "ab", "", ""]),  # begins anew inside what begins it
+        ("ababac", ("abac",), ["", "", "", "ab", "", ""]),  # a second start within the first
         ("xend", ("y", "end"), ["x", "", "", ""]),
         ("xen", ("end",), ["x", "", "", "en"]),
         ("xabc", ("bc", "abcd"), ["x", "", "", "a"]),  # the one that is there first

@@ -1,4 +1,4 @@
-"""A folder of transformers is our decoder, with its logits, or is refused in one sentence."""
+"""A transformers folder loads as a decoder with the same logits, or is rejected in one sentence."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert tied == theirs.config.tie_word_embeddings
 
 
-def test_positions_that_are_not_interleaved_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_noninterleaved_positions_are_loaded_unchanged(tmp_path: Path) -> None:
     _, options = MODELS["deepseek_v3"]
     theirs = make("deepseek_v3", {**options, "rope_interleave": False})
     theirs.save_pretrained(tmp_path)
@@ -297,7 +297,7 @@ def test_a_damaged_folder_is_refused(
 
 
 def load_and_export(rank: int, folder: Path, by_expert: bool) -> tuple[int, int, int]:
-    """Bytes of the folder, and the most that reading takes, and that writing takes beside the model."""
+    """Bytes of the folder, peak of reading, and peak of writing on top of the model."""
     options = {**EXPERTS, "num_hidden_layers": 4, "num_experts": 8, "hidden_size": 256}
     options |= {"moe_intermediate_size": 768, "num_attention_heads": 4, "head_dim": 32}
     make("qwen3_moe", options).save_pretrained(folder, save_original_format=by_expert)

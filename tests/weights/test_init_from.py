@@ -1,4 +1,4 @@
-"""A run begins with the weights of a folder, wholly or partly, and says in one sentence why it cannot."""
+"""Runs begin with all or some weights of a folder, or explain in one sentence why they cannot."""
 
 from __future__ import annotations
 

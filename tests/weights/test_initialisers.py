@@ -1,4 +1,4 @@
-"""A model made of trained ones computes what theory says that it computes, in float64."""
+"""Models initialised from trained ones match the theory, in float64."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def test_methods_that_keep_every_expert_change_nothing(method: InitialiserConfig
     assert_same(logits(made), logits(source))
 
 
-def test_experts_stay_as_wide_as_they_are_where_the_width_was_a_default() -> None:
+def test_experts_keep_a_default_width() -> None:
     source = decoder_of({"type": "moe", "num_experts": 6, "zero_computation": {"num_copy": 2}})
     made = PruneConfig(num_experts=4).initialise([source], ids(), seeded())
 

@@ -1,4 +1,4 @@
-"""A model folder gives back the model that was saved, or says in one sentence why it cannot."""
+"""Model folders restore the saved model, or explain in one sentence why they cannot."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ CHANGED = {
     *("num_nextn_predict_layers", "_name_or_path"),
     "qkv_bias",  # biases of zeros are written
 }
-"""Options of theirs that change nothing."""
+"""Options of transformers without effect."""
 
 
 LIKE_OTHERS = {
@@ -411,7 +411,7 @@ def test_options_that_an_architecture_lacks_are_folded_into_the_weights(
 
 
 def test_llama_cpp_can_compute_the_shared_expert_that_we_lack(tmp_path: Path) -> None:
-    """Its gate is silu(x) / x there, so that x must not be zero; its output is."""
+    """The gate of llama.cpp is silu(x) / x, so x must not be zero; the output is zero."""
     export_transformers(decoder_of(ffn=moe()), tmp_path / "theirs")
     weights = load_file(tmp_path / "theirs/model.safetensors")
     gate = weights["model.layers.0.mlp.shared_expert_gate.weight"]

@@ -304,7 +304,7 @@ def test_a_second_process_waits_while_the_first_compiles(
     folder: Path, compiler: Compiler, loaded: list[Path], tmp_path: Path
 ) -> None:
     compiler("sleep 0.3; " + WRITES)
-    # A lock belongs to whoever has opened its file, so that threads exclude each other as processes do.
+    # A lock belongs to an open file, so threads exclude each other as processes do.
     threads = [Thread(target=build.load) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -402,7 +402,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
 
 
 def time_of(rows_alone: list[int], counts: list[int], threads: int) -> float:
-    """Until the last thread is done, in rows of one thread; a thread takes the next task when it is free.
+    """Time until the last thread ends, in rows of one thread; a free thread takes the next task.
 
     A row takes half of its time in its tile, and half in the gradients of matrices. Copies are not counted:
     they are the same for all loads.

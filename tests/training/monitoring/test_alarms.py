@@ -1,4 +1,4 @@
-"""Each alarm, caused by the figures of a row and in a real run, and what it says."""
+"""Alarms and their messages, caused by the figures of a row and in real runs."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ class Saboteur(Callback):
 
 
 def alarms_of(fitted: Fitted, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, int, Any]]:
-    """(kind, step, layer) of what the run's record holds, which is what the console said too."""
+    """(kind, step, layer) of the alarms in the run's record, which match those on the console."""
     alarm_log = fitted.watchers.steps.alarm_log
     kept = [json.loads(line) for line in alarm_log.file.path.read_text().splitlines()]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("alarm: ")]
@@ -422,7 +422,9 @@ def test_collapse_dead_experts_dropping_and_a_loss_spike(
     assert row["routing/layer_01/load"] == [1, 0, 0, 0]
 
 
-def test_router_logits_that_are_no_numbers(fit: Fit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonfinite_router_logits_raise_an_alarm(
+    fit: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
     sabotage = Fault("layers.1.attention_norm", float("nan"), range(2, 3))
     moe = {"type": "moe", "num_experts": 4}
 

@@ -168,7 +168,7 @@ def add_step(window: callbacks._LossWindow, losses: Tensor) -> None:
 
 
 class SaveAt(Callback):
-    """A checkpoint of one step; the run goes on."""
+    """Save a checkpoint at one step and continue."""
 
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path

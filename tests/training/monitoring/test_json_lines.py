@@ -44,7 +44,7 @@ def test_the_file_appears_with_the_first_object(path: Path) -> None:
 
 
 def test_lines_are_appended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log is never written anew as it grows, whatever keys a line has."""
+    """The growing log is never rewritten, even when a line has new keys."""
     file = JsonLines(path)
     file.add([{"step": 1}])
     identity = path.stat().st_ino
@@ -111,7 +111,7 @@ def test_lines_that_a_full_disk_rejects_are_written_later(
 def test_lines_that_a_failing_disk_has_taken_are_not_written_twice(
     path: Path, monkeypatch: pytest.MonkeyPatch, num_taken: int
 ) -> None:
-    """It takes some of them, fails, and does not let them be cut off again."""
+    """The disk writes some lines, fails, and then rejects truncation too."""
     file = JsonLines(path)
     file.add([{"step": 1}])
     write = os.write

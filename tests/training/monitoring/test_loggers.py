@@ -150,7 +150,7 @@ def test_a_text_at_every_validation_and_the_last_is_the_sample(moe_run: Any) -> 
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleLog:
-    """One whose texts are `text 1`, `text 2` and on, for seed 7."""
+    """Log whose texts are `text 1`, `text 2`, ... of seed 7."""
     numbers = count(1)
     monkeypatch.setattr(
         callbacks, "sample_text", lambda *given: f"text {next(numbers)} of seed {given[-1]}"
@@ -192,7 +192,7 @@ def test_other_ranks_models_of_both_sides_and_no_tokens_write_no_sample(log: Sam
     assert not log.file.path.exists()
 
 
-def test_a_resumed_run_knows_the_newest_text(log: SampleLog, tmp_path: Path) -> None:
+def test_a_resumed_run_restores_the_newest_text(log: SampleLog, tmp_path: Path) -> None:
     """Without a later validation, that text is the sample of the results."""
     validate(log, 4, 2.5)
     resumed = SampleLog(log.file.path, log.tokenizer, log.options, log.prompt, seed=7)

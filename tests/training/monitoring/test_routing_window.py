@@ -51,7 +51,7 @@ def module(build: Build) -> LanguageModel:
 
 
 def reroute(module: LanguageModel) -> None:
-    """Other experts for everybody, in layer 1 alone."""
+    """Change the experts of every token in layer 1 only."""
     router = module.decoder.get_parameter("layers.1.ffn.router.projection.weight")
     with torch.no_grad():
         router.copy_(-router)
@@ -96,7 +96,7 @@ def test_a_dense_model_is_not_looked_at(build: Build) -> None:
     assert probe(dense) == {}
 
 
-def test_looks_are_as_rare_as_asked(fit: Fit) -> None:
+def test_churn_is_measured_at_the_requested_interval(fit: Fit) -> None:
     fitted = fit(
         model={"ffn": MOE},
         logging={"every_n_steps": 1, "churn_every_n_steps": 2},
@@ -286,7 +286,7 @@ def layers(make_routing: Any) -> dict[str, Any]:
 
 
 def plain(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Any]]:
-    """Without those that are nan, which equals nothing."""
+    """Values as lists, without NaN, which equals nothing."""
     return {
         layer: {k: v.tolist() for k, v in found.items() if not v.isnan().any()}
         for layer, found in values.items()

@@ -123,7 +123,7 @@ def test_a_key_may_end_in_a_newline(start: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_leftover_wandb_folder_is_no_package(start: Any) -> None:
-    # `import wandb` beside a folder `./wandb` gives a namespace package with nothing in it.
+    # `import wandb` next to a folder `./wandb` gives a namespace package with nothing in it.
     logger, line = start(SimpleNamespace())
     assert logger is None
     assert line == "wandb: not installed, metrics are in metrics.jsonl (pip install wandb)"

@@ -88,7 +88,7 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Nothing can be written any more, until it is called."""
+    """Make every write fail with a full disk, until the returned function is called."""
     fsync = os.fsync
 
     def fail(descriptor: int) -> None:
@@ -299,7 +299,7 @@ def test_a_validation_alone_saves_the_best_and_no_step(make: Make, folder: Path)
 def test_an_early_stop_is_remembered_as_long_as_its_rule_holds(
     make: Make, folder: Path, patience: int | None, stops: bool
 ) -> None:
-    """Or a run that is killed after it would train on when it is resumed."""
+    """Without the saved stop, a run killed afterwards would train further when resumed."""
     stopped: Any = make(every_n_steps=2)
     stopped.should_stop = True
     stopped.step(2)

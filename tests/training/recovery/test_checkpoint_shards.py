@@ -183,7 +183,7 @@ def write_large(rank: int, path: Path) -> int:
 
 
 def read_large(rank: int, path: Path) -> int:
-    """The peak of filling a divided model, which is there already."""
+    """Peak memory of filling an existing sharded model."""
     decoder = LARGE.build(vocab_size=33, max_seq_len=8)
     parallelize(decoder, Layout(shard=4))
     return peak_above(lambda: read_checkpoint(path)["state_dict"].read_into(decoder.state_dict()))
@@ -199,7 +199,7 @@ def test_a_rank_writes_file_by_file_and_reads_its_part_alone(tmp_path: Path) -> 
     assert max(writing) < 0.3 * total, (
         f"{max(writing) / total:.2f}, and a rank has half of the model"
     )
-    # Copies of single tensors, beside the mapped files and the room that is there already.
+    # Copies of single tensors, in addition to the mapped files and the existing model.
     assert max(reading) < 0.3 * total, f"{max(reading) / total:.2f}"
     assert len(shards_of(path)) > 12
     values = read_checkpoint(path)
@@ -261,7 +261,7 @@ def gone(file: Path, sha256_of: Callable[[Path], str] = checkpoint_file.sha256_o
 
 
 def fail_on_a_rank(rank: int, folder: Path) -> list[str]:
-    """Return what both ranks say of each method that is broken on rank 1."""
+    """Return the messages of both ranks for each method that fails on rank 1."""
     said: list[str] = []
     writer: Any = HuggingFaceStorageWriter
     for place, name, broken in (

@@ -143,7 +143,7 @@ def test_the_step_is_finished_and_saved(
     assert callbacks.validation.last_step == (4 if step == 4 else -1)
 
 
-# -- which steps are taken, by their numbers alone; and what is said of those that are not
+# -- which steps are taken, by their numbers alone, and the messages about skipped ones
 
 
 def guard_after(*losses: float, **config: object) -> StepGuard:
@@ -236,7 +236,7 @@ def test_a_guard_resumes_from_a_saved_state() -> None:
     )
 
 
-# -- what is said
+# -- messages
 
 
 def test_the_first_of_consecutive_skips_is_an_alarm_with_advice() -> None:
