@@ -102,6 +102,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_experts.py").write_text(experts, encoding="utf-8")
     (tmp_path / "my.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
     write_corpus(tmp_path)
+    shutil.copytree(tmp_path / "corpus", tmp_path / "my_texts")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
