@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.client
 import io
 import lzma
 import shutil
 import sys
 import tarfile
 import tempfile
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Iterator, Sequence
@@ -100,13 +100,13 @@ def fetched(package: Package, folder: Path) -> Path:
         print(f"downloading {url}", file=sys.stderr)
         try:
             with (
-                urllib.request.urlopen(url) as response,
+                urllib.request.urlopen(url, timeout=60) as response,
                 tempfile.TemporaryDirectory(dir=folder) as new,
             ):
                 with (Path(new) / package.name).open("wb") as file:
                     shutil.copyfileobj(response, file)
                 (Path(new) / package.name).rename(path)
-        except urllib.error.URLError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"{url} cannot be downloaded ({error}); get {package.name} from snapshot.debian.org and give "
                 "its folder in --packages"

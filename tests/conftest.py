@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from moe_ffn import build_ffn
 from moe_ffn.cli.exit import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.kernels.native import build
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.outputs import NoisyRouting, Routing, SparsityTargetRouting, VariableKRouting
 from moe_ffn.routing import TopKRouterConfig
@@ -135,6 +136,7 @@ def _separate_user_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         kernels.mkdir(parents=True, exist_ok=True)
         (cache / "moe_ffn").symlink_to(kernels)
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(build, "row_file", lambda: cache / "cpu_kernels.json")  # not the user's sizes
         unavailable_reason()  # compile and warn before a test reads the output
         yield
 

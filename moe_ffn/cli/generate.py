@@ -73,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
         check_routes(folder, run.config.model, output.routings)
         outputs.append((output, num_new))
 
-    compile_kernels()
+    if run.decoder.routers():
+        compile_kernels()
     observe = record if args.trace else None
     start = time.perf_counter()
     pieces = stream_texts(run.decoder, run.tokenizer, [ids], sample, args.seed, observe)

@@ -47,6 +47,7 @@ def report_html(
     Args:
         output: path of the page, which links to a shared script near it instead of including the script.
     """
+    (run,) = runs
     # Imported here, because training imports this module and should not load plotly.
     from moe_ffn.report import expert_tokens
     from moe_ffn.report.plots import plots_of_run, render_plots, shared_script
@@ -54,13 +55,13 @@ def report_html(
 
     return render_plots(
         "run.html",
-        plots_of_run(runs[0]),
+        plots_of_run(run),
         script=None if output is None else shared_script(output),
-        title=runs[0].name,
+        title=run.name,
         runs=runs,
         run_summary=run_summary,
         reload_every=reload_every,
-        routed_text=expert_tokens.text_for_page(runs[0]),
+        routed_text=expert_tokens.text_for_page(run),
         expert_tokens=expert_tokens,
         palette=PALETTE,
         time=time.strftime("%Y-%m-%d %H:%M:%S"),

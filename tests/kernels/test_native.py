@@ -164,6 +164,14 @@ def test_every_shape_is_that_of_the_loop(
         assert_close(evaluate(*given), {"y": wanted["y"]}, TOLERANCES[dtype])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ["long sums", "groups"])
+def test_long_shapes_of_every_kind_are_those_of_the_loop(shape: str, kind: str) -> None:
+    given = Case(*SHAPES[shape], torch.float64, KINDS[kind]).given()
+    assert_close(derive(native, *given), derive(loop, *exact(*given)), TOLERANCES[torch.float64])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_results_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
     """Products of y = w x and dx = w dy have no more digits than float32."""

@@ -268,7 +268,9 @@ TEXT = """def café(x_1):
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        pytest.param(model, kind, marks=[pytest.mark.slow] * (kind == "bytes" != model == "dense"))
+        pytest.param(
+            model, kind, marks=[pytest.mark.slow] * ((kind == "bytes") != (model == "dense"))
+        )
         for kind in ("bytes", "bpe")
         for model in (
             *("dense", "qkv", "norms", "renormalised", "heads normalised", "all normalised"),

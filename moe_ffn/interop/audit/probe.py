@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -153,7 +153,8 @@ class Probe:
             output = self.model(**{"use_cache": False, **batch})
         else:
             try:
-                inspect.signature(self.model.forward).bind(**batch)
+                with suppress(ValueError):  # a compiled module may have no signature
+                    inspect.signature(self.model.forward).bind(**batch)
             except TypeError as error:
                 raise ConfigError(
                     f"audit: {type(self.model).__name__}.forward cannot be called with {', '.join(batch)} "

@@ -183,14 +183,20 @@ def row_of_cpu() -> Kind:
     Raises:
         ValueError: the file does not hold sizes.
     """
-    kind = kind_of_cpu()
-    try:
-        return replace(KINDS[kind], **(read_object(row_file()) or {}).get(kind, {}))
-    except (AttributeError, TypeError) as error:
+    kind, path = kind_of_cpu(), row_file()
+    if not path.exists():
+        return KINDS[kind]
+    sizes = (read_object(path) or {kind: None}).get(kind, {})
+    names = vars(KINDS[kind]).keys() - {"flags"}
+    if not isinstance(sizes, dict) or not all(
+        name in names and isinstance(size, int) and size >= (name != "onednn")
+        for name, size in sizes.items()
+    ):
         raise ValueError(
-            f'\'{row_file()}\' must hold sizes such as {{"{kind}": {{"panel": 32}}}} ({error}); delete it, '
-            "or write it again: python -m moe_ffn.kernels.native --tune"
-        ) from None  # `load` would show the cause instead
+            f"'{path}' must hold whole numbers for {', '.join(sorted(names))}, such as "
+            f'{{"{kind}": {{"panel": 32}}}}, but holds {sizes}; delete it'
+        )
+    return replace(KINDS[kind], **sizes)
 
 
 def _flags(is_clang: bool, row: Kind | None = None) -> list[str]:

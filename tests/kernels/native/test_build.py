@@ -6,7 +6,6 @@ The code that divides the backward pass says what it would give to each of so ma
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -48,7 +47,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(build.VARIABLE, raising=False)
-    return tmp_path / "cache" / "moe_ffn"
+    cache = tmp_path / "cache" / "moe_ffn"
+    monkeypatch.setattr(build, "row_file", lambda: cache / "cpu_kernels.json")
+    return cache
 
 
 @pytest.fixture
@@ -461,10 +462,16 @@ def test_sizes_measured_on_this_machine_replace_those_of_the_table(
     assert build.row_of_cpu() == replace(table, panel=16)
     assert library_of(os.environ["CXX"]) != of_table
 
-    build.row_file().write_text(json.dumps({kind: {"panels": 16}}))
-    reason = build.load()
-    assert reason is not None
-    assert "cpu_kernels.json' must hold sizes such as" in reason
-    assert "unexpected keyword argument 'panels'" in reason
+    for wrong in (
+        '{"%s": {"panels": 16}}',
+        '{"%s": {"panel": 0}}',
+        '{"%s": {"flags": 1}}',
+        "not JSON %s",
+    ):
+        build.row_file().write_text(wrong % kind)
+        reason = build.load()
+        assert reason is not None
+        assert "cpu_kernels.json' must hold whole numbers for copied_rows, onednn, panel" in reason
+        assert reason.endswith("; delete it")
     build.row_file().write_text('{"another kind": {"panel": 16}}')
     assert build.row_of_cpu() == table
