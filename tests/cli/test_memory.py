@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import multiprocessing
 import os
 import platform
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.kernels import memory as machine_memory
 from moe_ffn.kernels.memory import (
-    _M_MMAP_MAX,
-    _M_TRIM_THRESHOLD,
     gigabytes,
-    keep_freed_memory,
     memory_limit,
     out_of_memory,
     require_table_memory,
@@ -36,7 +32,7 @@ from moe_ffn.runs import memory
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.memory import check_fits
 from tests.helpers.fitted import OWN_BLOCK
-from tests.helpers.tiny_runs import finished_copy, fork_all
+from tests.helpers.tiny_runs import finished_copy
 
 RunTrain = Callable[..., Any]
 
@@ -243,26 +239,23 @@ M_MMAP_THRESHOLD = -3
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-@pytest.mark.parametrize("megabytes", [1, 64])
-def test_freed_memory_is_reused_without_new_pages(megabytes: int) -> None:
-    """Count the page faults of the same tensors, allocated repeatedly."""
-    found = multiprocessing.get_context("fork").SimpleQueue()
-
-    def count_pages(keep: bool) -> None:
-        pages = 0
-        # The defaults of malloc.h, whatever this process has set or glibc has learned in it.
-        defaults = {_M_TRIM_THRESHOLD: 2**17, M_MMAP_THRESHOLD: 2**17, _M_MMAP_MAX: 2**16}
-        for option, value in defaults.items():
-            ctypes.CDLL(None).mallopt(option, value)
-        if keep:
-            keep_freed_memory()
-        for _ in range(6):  # the heap grows in the first rounds, because a tensor is aligned
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            tensors = [torch.ones(2**20 * megabytes // 4) for _ in range(64 // megabytes)]
-            del tensors
-            pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        found.put((keep, pages))
-
-    assert fork_all([partial(count_pages, keep) for keep in (True, False)]) == [0, 0]
-    pages_of = dict(found.get() for _ in range(2))
-    assert pages_of[True] < pages_of[False] / 4
+def test_freed_memory_is_reused_without_new_pages() -> None:
+    """Count the page faults of the same tensors, allocated repeatedly, of 1 MB and of 64."""
+    code = """
+import resource, sys, torch
+from moe_ffn.kernels.memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+for megabytes in (1, 64):
+    for _ in range(6):  # the heap grows in the first rounds, because a tensor is aligned
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.ones(2**20 * megabytes // 4) for _ in range(64 // megabytes)]
+        del tensors
+        pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    print(pages)
+"""
+    kept, returned = (
+        [int(line) for line in subprocess.check_output([sys.executable, "-c", code, word]).split()]
+        for word in ("keep", "no")
+    )
+    assert all(new < pages / 4 for new, pages in zip(kept, returned, strict=True)), (kept, returned)
