@@ -18,6 +18,7 @@ from moe_ffn.cli.__main__ import PROGRAMS, run
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.option_tree import Option, members_of, merge, option_tree
 from moe_ffn.runs.config import TrainConfig
+from tests.helpers.tiny_runs import ForkedTraining
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -97,9 +98,10 @@ CHECKS: dict[str, Callable[[dict[str, Any], str], None]] = {
     "tutorial", [path.stem for path in (DOCS / "tutorials").glob("*.md") if path.stem != "index"]
 )
 def test_a_tutorial_runs_from_its_beginning_to_its_end(
-    tutorial: str, capsys: pytest.CaptureFixture[str]
+    tutorial: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that begin with the name of a file are written there; commands get options of a short run."""
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     text = (DOCS / "tutorials" / f"{tutorial}.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     printed = ""
