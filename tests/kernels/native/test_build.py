@@ -263,8 +263,9 @@ def test_a_row_changes_only_if_another_is_faster_by_more_than_noise(
 
 @pytest.mark.slow
 def test_this_cpu_is_measured(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(build, "row_file", lambda: tmp_path / "cpu_kernels.json")
     monkeypatch.setattr(native_main, "LAYERS", ((64, 32, 16, 4, 2),))
     monkeypatch.setattr(native_main, "CANDIDATES", (({"tile": 40},),))
     monkeypatch.setattr(sys, "argv", ["native", "--tune"])
@@ -272,7 +273,7 @@ def test_this_cpu_is_measured(
     compiled, changed, _, written = capsys.readouterr().out.splitlines()
     assert compiled == "the CPU kernels are compiled"
     assert re.fullmatch(r"\{'tile': 40\}: [\d.]+ of the time", changed)
-    assert written == f"written: {folder / 'cpu_kernels.json'}; delete it to use the table again"
+    assert written == f"written: {build.row_file()}; delete it to use the table again"
     table = build.KINDS[build.kind_of_cpu()]
     assert replace(build.row_of_cpu(), tile=table.tile) == table
 
