@@ -228,9 +228,13 @@ def test_importing_the_package_is_quick_and_loads_nothing_but_torch_einops_and_p
     imported: subprocess.CompletedProcess[str],
 ) -> None:
     share, loaded, with_live_models = json.loads(imported.stdout.splitlines()[0])
-    if share >= 0.12:  # compiled meanwhile, or other work disturbed it
+    shares = [share]
+    while (
+        min(shares) >= 0.12 and len(shares) < 5
+    ):  # bytecode was compiled, or other work disturbed it
         share, loaded, _ = json.loads(import_package().stdout.splitlines()[0])
-    assert share < 0.12
+        shares.append(share)
+    assert min(shares) < 0.12, shares
     assert not {"transformers", "yaml"} & set(with_live_models)
     # `_sysconfigdata_...`, named after the platform, belongs to the standard library too.
     libraries = {name.split(".")[0] for name in loaded if not name.startswith("_sysconfigdata")}
