@@ -6,21 +6,19 @@
     data/kernel/docs/  its documentation, 30 MB: English, about a fifth of the text
     data/gcide.txt     a dictionary of English, 40 MB, on which nothing is trained
 
-Training reads data/kernel. If a package has left the mirror, give its file in --packages: snapshot.debian.org
-keeps every version.
+Training reads data/kernel. If a package has left the mirror, give the folder of its file in --packages:
+snapshot.debian.org keeps every version.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import http.client
 import io
 import lzma
 import shutil
 import sys
 import tarfile
-import tempfile
 import urllib.request
 import zlib
 from collections.abc import Iterator, Sequence
@@ -31,7 +29,7 @@ from typing import IO
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, explaining
-from moe_ffn.files import write_atomically
+from moe_ffn.files import replacing, replacing_folder, sha256_of, write_atomically
 
 MIRROR = "http://deb.debian.org/debian/pool/main"
 
@@ -81,10 +79,8 @@ def main(argv: Sequence[str]) -> int:
         dictionary, source = (fetched(package, packages) for package in (DICTIONARY, KERNEL))
         with member(dictionary, DICTIONARY.member) as file:
             write_atomically(flags.folder / "gcide.txt", gzip.decompress(file.read()))
-        with tempfile.TemporaryDirectory(dir=flags.folder) as unfinished:
-            with member(source, KERNEL.member) as file:
-                num_files, num_bytes = write_kernel(file, Path(unfinished) / "kernel")
-            (Path(unfinished) / "kernel").rename(kernel)
+        with member(source, KERNEL.member) as file, replacing_folder(kernel) as folder:
+            num_files, num_bytes = write_kernel(file, folder)
     print(f"{kernel}: {num_files:,} files, {num_bytes / 1e6:.1f} MB")
     return 0
 
@@ -99,21 +95,14 @@ def fetched(package: Package, folder: Path) -> Path:
     if not path.exists():
         print(f"downloading {url}", file=sys.stderr)
         try:
-            with (
-                urllib.request.urlopen(url, timeout=60) as response,
-                tempfile.TemporaryDirectory(dir=folder) as new,
-            ):
-                with (Path(new) / package.name).open("wb") as file:
-                    shutil.copyfileobj(response, file)
-                (Path(new) / package.name).rename(path)
+            with urllib.request.urlopen(url, timeout=60) as response, replacing(path) as file:
+                shutil.copyfileobj(response, file)
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"{url} cannot be downloaded ({error}); get {package.name} from snapshot.debian.org and give "
                 "its folder in --packages"
             ) from error
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != package.sha256:
+    if (digest := sha256_of(path)) != package.sha256:
         raise ConfigError(
             f"'{path}' has the SHA-256 {digest}, not {package.sha256}; delete it, so that it is downloaded "
             "again"
@@ -125,9 +114,8 @@ def member(package: Path, name: str) -> IO[bytes]:
     """Open a file of a Debian package: an ar archive with a compressed tar archive of files."""
     with package.open("rb") as file:
         file.seek(len("!<arch>\n"))
-        while header := file.read(
-            60
-        ):  # name, 16 bytes; four numbers; size, 10 bytes from the 48th on
+        # A header has the name, four numbers, and from its 48th byte on the size.
+        while header := file.read(60):
             size = int(header[48:58])
             if header.startswith(b"data.tar"):
                 with tarfile.open(fileobj=io.BytesIO(file.read(size))) as archive:

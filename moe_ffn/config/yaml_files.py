@@ -149,13 +149,10 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         node = super().compose_node(parent, index)
-        if (
-            node is not None and node.end_mark is None
-        ):  # an alias of a list or mapping that has not ended yet
-            problem = (
-                "a value contains itself, by an alias (*) inside its own anchor (&); write it out"
-            )
-            raise ComposerError(None, None, problem, node.start_mark)
+        # The node of an alias has no end yet if the list or mapping that it stands for has not.
+        if node is not None and node.end_mark is None:
+            problem = "a value contains itself, by an alias (*) inside its own anchor (&)"
+            raise ComposerError(None, None, f"{problem}; write it out", node.start_mark)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:

@@ -20,9 +20,6 @@ from moe_ffn.metrics.table import Measured, compute, measured_in, statistics_of
 from moe_ffn.metrics.table import Metric as TableMetric
 from moe_ffn.outputs import Routing
 
-_OPTIONAL = ("capacity_used", "shared_share")
-"""Metrics that are NaN in layers without a capacity or a shared expert."""
-
 
 class _RoutingMetrics(Metric):
     """Base class that sums statistics over batches and ranks, and computes metrics from the sums."""
@@ -74,7 +71,10 @@ class _RoutingMetrics(Metric):
         """Return key -> value of each metric that applies: no `capacity_used` without a capacity."""
         metrics = self._metrics()
         values = compute(metrics, {s.name: getattr(self, s.name) for s in statistics_of(metrics)})
-        return {key: v for key, v in values.items() if key not in _OPTIONAL or not v.isnan()}
+        for metric in metrics:
+            if metric.requires and values[metric.key].isnan():
+                del values[metric.key]
+        return values
 
     def _metrics(self) -> list[TableMetric]:
         return measured_in(*self.measured, is_pairs_only=self.is_pairs_only)

@@ -182,7 +182,6 @@ def time_arms(
     for run in runs:
         if not run.tuning:
             arms.setdefault(run.arm, run.config)
-    keep_freed_memory()  # as a run does
     prepared: dict[str, PreparedData] = {}
     candidates: dict[str, _Steps] = {}
     for arm, config in arms.items():
@@ -190,6 +189,8 @@ def time_arms(
         key = str(config.data.to_dict())
         data = prepared[key] = prepared.get(key) or prepare(config.data)
         is_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        if not is_gpu:
+            keep_freed_memory()  # as a run does
         training = Training(config, data, torch.device("cuda" if is_gpu else "cpu"))
         training.step()  # the first step is the slowest
         start = clock()

@@ -186,7 +186,8 @@ def row_of_cpu() -> Kind:
     kind, path = kind_of_cpu(), row_file()
     if not path.exists():
         return KINDS[kind]
-    sizes = (read_object(path) or {kind: None}).get(kind, {})
+    content = read_object(path)
+    sizes = None if content is None else content.get(kind, {})
     names = vars(KINDS[kind]).keys() - {"flags"}
     if not isinstance(sizes, dict) or not all(
         name in names and isinstance(size, int) and size >= (name != "onednn")
