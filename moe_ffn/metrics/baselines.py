@@ -68,15 +68,15 @@ def ngram_loss(
     """
     num_read, longest = train_NS.shape
     order = min(order, longest)
-    tokens = np.concatenate([train_NS, validation_MS]).astype(np.int64)
+    tokens = np.concatenate([train_NS, validation_MS])
     # Number of the gram of each length that ends at a position, and the keys of the distinct grams. The gram
     # without tokens also ends before the first position.
-    ids: list[np.ndarray] = [np.zeros((len(tokens), longest + 1), np.int64)]
+    ids: list[np.ndarray] = [np.zeros((len(tokens), longest + 1), np.int32)]
     keys = [np.zeros(1, np.int64)]
     for length in range(1, order + 1):
-        key = ids[-1][:, :-1] * vocab_size + tokens[:, length - 1 :]
+        key = ids[-1][:, :-1] * np.int64(vocab_size) + tokens[:, length - 1 :]
         distinct, numbers = np.unique(key, return_inverse=True)
-        ids.append(numbers.reshape(key.shape))
+        ids.append(numbers.astype(np.int32).reshape(key.shape))
         keys.append(distinct)
     probability_MS = np.full(validation_MS.shape, 1 / vocab_size)
     for length in range(1, order + 1):

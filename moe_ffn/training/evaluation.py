@@ -152,4 +152,7 @@ def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[
 
 def _values(metrics: Iterable[LoadMetrics | TokenMetrics | ListMetrics]) -> dict[str, Tensor]:
     values = {key: value.cpu() for metric in metrics for key, value in metric.compute().items()}
-    return values | ({"load_entropy": load_entropy(values["load"])} if "load" in values else {})
+    if "load" in values:
+        load_E = torch.atleast_1d(values["load"])  # torchmetrics squeezes that of a single expert
+        values |= {"load": load_E, "load_entropy": load_entropy(load_E)}
+    return values

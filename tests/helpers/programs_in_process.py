@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Browser
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.rows import flat
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
-from tests.helpers.browser import chromium
 from tests.helpers.same_run import snapshot
 from tests.helpers.tiny_runs import run_here, write_corpus
+
+if TYPE_CHECKING:  # a GPU's machine has no playwright, and tests kernels alone
+    from playwright.sync_api import Browser
 
 TINY = """
 model: {d_model: 16, num_layers: 2, attention: {num_heads: 2}}
@@ -134,6 +135,8 @@ def depths_run(short_run: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """A headless Chromium, started once."""
+    from tests.helpers.browser import chromium
+
     with chromium() as started:
         yield started
 

@@ -103,6 +103,14 @@ def test_routing_is_counted_over_every_batch() -> None:
     assert found.to_dict()["routing"]["layer_01"]["load"] == pytest.approx(load_E.tolist())
 
 
+def test_the_load_of_a_single_expert_is_a_list_of_one() -> None:
+    decoder = build(num_experts=1, router={"type": "top_k", "k": 1})
+
+    found = evaluate(decoder, strided_batches(tokens_of(33), SEQ_LEN, SEQ_LEN, 2), np.ones(32, int))
+
+    assert found.to_dict()["routing"]["layer_01"]["load"] == [1.0]
+
+
 # -- which number format `auto` stands for, and what bf16-mixed leaves in float32
 
 
