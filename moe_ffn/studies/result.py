@@ -233,7 +233,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def compared_with_ngrams(runs: Iterable[RunResult]) -> str:
-    """Return how many runs end below a 5-gram model of the tokens that they read; empty if unknown."""
+    """Return how many runs beat a 5-gram model of the tokens that they read; empty if unknown."""
     pairs = [(run.outcome.validation_loss, run.outcome.ngram_loss) for run in runs]
     known = [(loss, ngrams) for loss, ngrams in pairs if loss is not None and ngrams is not None]
     if not known:
@@ -242,7 +242,7 @@ def compared_with_ngrams(runs: Iterable[RunResult]) -> str:
     where = " to ".join(dict.fromkeys(f"{end(losses):.3f}" for end in (min, max)))
     num_lower = sum(loss < ngrams for loss, ngrams in known)
     return (
-        f"{num_lower} of {len(known)} runs end below a 5-gram model of the tokens that they read ({where} "
+        f"{num_lower} of {len(known)} runs beat a 5-gram model of the tokens that they read ({where} "
         "nats per token)."
     )
 

@@ -135,7 +135,7 @@ def test_runs_are_compared_with_ngrams_of_their_training_tokens() -> None:
     ]
     unknown = make_result("swiglu", 0, 1.0)
     assert Comparison.of([*known, unknown]).compared_with_ngrams == (
-        "2 of 3 runs end below a 5-gram model of the tokens that they read (2.100 to 2.200 nats per token)."
+        "2 of 3 runs beat a 5-gram model of the tokens that they read (2.100 to 2.200 nats per token)."
     )
     assert Comparison.of([known[0], unknown]).compared_with_ngrams.endswith(
         "(2.100 nats per token)."
