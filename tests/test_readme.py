@@ -10,15 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import moe_ffn
+from moe_ffn.cli import which
 from moe_ffn.cli.train import parse
 from moe_ffn.config.option_tree import members_of, merge
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.routing import RouterConfig
+from moe_ffn.studies.which import Question
 from tests.helpers.cases import python_with
 from tests.helpers.tiny_runs import ForkedTraining, no_page
 
@@ -197,6 +200,14 @@ def test_every_command_succeeds(
     elif module == "moe_ffn.cli.compare":
         configs = ["configs/swiglu.yaml", "configs/moe.yaml"]
         first, shown = ["moe_ffn.cli.sweep", *configs, "--name", "first", *TINY], "MaxVio"
+    elif module == "moe_ffn.cli.which":  # tests/studies/test_which.py trains such a search
+        question = Question(
+            data=[arguments[1]], minutes=60, jobs=1, width=32, step_seconds={}, max_steps=1
+        )
+        monkeypatch.setattr(Question, "measured", lambda *_: question)
+        monkeypatch.setattr(which, "Search", Mock())
+        monkeypatch.setattr(which, "show", Mock())
+        shown = "runs of width 32"
     elif module == "moe_ffn.cli.demo":
         shown = "page: demo.html"
     elif module not in SHOWN:
