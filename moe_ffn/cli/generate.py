@@ -1,4 +1,4 @@
-"""Continue a prompt with a trained run's best weights.
+"""Continue a prompt with the best weights of a run, or with a model folder.
 
 moe-ffn generate runs/NAME --prompt "def " [--trace]
 
@@ -33,13 +33,15 @@ from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, encode_text, stream_texts
+from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
 log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("generate"), description=__doc__)
-    parser.add_run()
+    parser.add("run FOLDER", "folder of a run with a best checkpoint, or model folder")
+    parser.add_trust()
     meaning = "seed for sampling (default: 0)"
     parser.add("--seed SEED", meaning, type=whole(most=2**63 - 1), default=0)
     parser.add("--prompt PROMPT", "text to continue (default: prompt of the run's samples)")
@@ -56,28 +58,35 @@ def main(argv: Sequence[str]) -> int:
     # A prompt such as `12` or `null` is text; the other values are numbers or null.
     values = {name: parse_value(getattr(args, name), f"--{name}") for name in numeric}
     sample = validate(SampleConfig, {**values, "prompt": prompt, "stop": args.stop})
-    check_has_weights(folder)
+    is_model = is_model_folder(folder)
+    if not is_model:
+        check_has_weights(folder)
     if prompt is None:
         prompt = latest_prompt(folder)
-    with accepting_code(args.trust_code):
-        run = load_model(folder)
-    if not run.config.model.causal:
+    if is_model:
+        decoder = load_pretrained(folder, trust_code=args.trust_code)
+        tokenizer = load_tokenizer(folder)
+    else:
+        with accepting_code(args.trust_code):
+            run = load_model(folder)
+        decoder, tokenizer = run.decoder, run.tokenizer
+    if not decoder.config.causal:
         raise ConfigError(
             f"'{folder}' was trained with model.causal (false): it predicts masked tokens and cannot "
             "continue a text; use a run with causal: true"
         )
-    ids = encode_text(run.tokenizer, prompt, run.decoder.max_seq_len, "--prompt")
+    ids = encode_text(tokenizer, prompt, decoder.max_seq_len, "--prompt")
     outputs: list[tuple[DecoderOutput, int]] = []
 
     def record(output: DecoderOutput, num_new: int) -> None:
-        check_routes(folder, run.config.model, output.routings)
+        check_routes(folder, decoder.config, output.routings)
         outputs.append((output, num_new))
 
-    if run.decoder.routers():
+    if decoder.routers():
         compile_kernels()
     observe = record if args.trace else None
     start = time.perf_counter()
-    pieces = stream_texts(run.decoder, run.tokenizer, [ids], sample, args.seed, observe)
+    pieces = stream_texts(decoder, tokenizer, [ids], sample, args.seed, observe)
     new_ids: list[int] = []
     for _, token_id, piece in pieces:
         _print_text(piece if new_ids else prompt + piece)
@@ -89,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         log.info("%d tokens in %.2f s, %.1f tokens/s", len(new_ids), seconds, speed)
     if outputs:
         console = Console(highlight=False)
-        trace = trace_of_decoder(folder, run.config.model, run.tokenizer, ids + new_ids, outputs)
+        trace = trace_of_decoder(folder, decoder.config, tokenizer, ids + new_ids, outputs)
         console.print()
         console.print(table(trace, console.width))
     return 0
@@ -103,7 +112,7 @@ def latest_prompt(folder: Path) -> str:
     """Return the prompt of a run's latest sample.
 
     Raises:
-        ConfigError: the run has no samples.
+        ConfigError: the run has no samples, or this is a model folder.
     """
     prompts = [sample.prompt for sample in read_lines(folder / SAMPLES_FILE, Sample)]
     if not prompts:

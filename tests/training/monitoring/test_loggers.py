@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from moe_ffn.cli import generate
 from moe_ffn.cli.generate import latest_prompt
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import TextConfig
@@ -222,6 +223,17 @@ def test_the_default_prompt_is_the_beginning_of_the_validation_text(
     ids = [*text.encode(), data.tokenizer.end_of_document, *b"another"]
 
     assert first_words(replace(data, validation=np.array(ids, dtype=np.uint16))) == prompt
+
+
+def test_generate_continues_a_prompt_with_a_model_folder_as_with_its_run(
+    moe_run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for folder in (moe_run.folder, moe_run.folder / "model"):
+        assert generate.main([str(folder), "--prompt", "def ", "--num-tokens", "4"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("def ")
 
 
 def test_generate_takes_the_prompt_of_the_run_if_it_had_one(moe_run: Any, tmp_path: Path) -> None:
