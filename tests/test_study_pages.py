@@ -218,8 +218,9 @@ def test_the_pictures_that_pages_show_are_those_that_git_keeps() -> None:
 def computed(file: Path) -> str:
     """The computed part of a study's page, without its author's text."""
     study, page = StudyConfig.read(file), (PAGES / f"{file.stem}.md").read_text(encoding="utf-8")
-    for text in (study.answer, study.published, study.question, study.would_change_our_mind):
-        page = page.replace(text.strip(), "") if text.strip() else page
+    texts = (study.answer, study.published, study.question, study.would_change_our_mind)
+    for paragraph in filter(None, (line.strip() for text in texts for line in text.splitlines())):
+        page = page.replace(paragraph, "")
     return page
 
 

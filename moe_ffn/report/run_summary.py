@@ -107,12 +107,12 @@ def best_loss(run: Run) -> float | None:
 
 
 def relative_to(run: Run, baseline: float | None) -> str:
-    """Return `loss is 0.8448 below it (27%)` about the loss of a baseline; its unit if one is unknown."""
+    """Return `loss is 0.8448 lower (27%)`, compared with that of a baseline; its unit if one is unknown."""
     loss, other = finite(run.final("validation/loss")), finite(baseline)
     if loss is None or not other:
         return "nats per token"
-    side = "below" if loss <= other else "above"
-    return f"loss is {abs(other - loss):.4f} {side} it ({abs(1 - loss / other):.0%})"
+    side = "lower" if loss <= other else "higher"
+    return f"loss is {abs(other - loss):.4f} {side} ({abs(1 - loss / other):.0%})"
 
 
 def tokens_seen(run: Run) -> float | None:

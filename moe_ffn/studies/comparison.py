@@ -178,21 +178,26 @@ class Tuning:
         return {arm: min(losses, key=losses.__getitem__) for arm, losses in self.losses.items()}
 
     @property
-    def verdict(self) -> str:
+    def verdicts(self) -> Sequence[str]:
+        """Sentences on the best values, and on what arms gain at them."""
         best = self.best
-        if is_equal := len(set(best.values())) == 1:
-            optima = f"the lowest mean of every arm is at {next(iter(best.values()))}"
+        arms = {
+            value: ", ".join(arm for arm, its_best in best.items() if its_best == value)
+            for value in self.values
+            if value in best.values()
+        }
+        if len(arms) == 1:
+            optima = f"The lowest mean of every arm is at {next(iter(arms))}"
         else:
-            each = ", ".join(f"{value} for {arm}" for arm, value in best.items())
-            optima = f"the lowest means are at different values: {each}"
+            each = "; ".join(f"{value} for {names}" for value, names in arms.items())
+            optima = f"The lowest mean is at {each}"
         gains = [self._gain(arm) for arm, value in best.items() if value != self.own[arm]]
         if not gains:
-            each = "the value" if is_equal else "each the value"
-            return f"{self.option}: {optima}, {each} of the compared runs"
-        return "; ".join([f"{self.option}: {optima}", *gains])
+            optima += ", as in the compared runs"
+        return [f"{optima}.", *gains]
 
     def _gain(self, arm: str) -> str:
-        """Describe how far the lowest mean of an arm is below its compared runs."""
+        """Describe how much lower the lowest mean of an arm is than that of its compared runs."""
         own = self.own[arm]
         lowest = self.by_seed[arm][self.best[arm]]
         gains = [loss - lowest[seed] for seed, loss in self.by_seed[arm][own].items()]
@@ -200,10 +205,14 @@ class Tuning:
         if interval is None:
             many = f"the mean of {len(gains)} seeds, too few to judge"
             seeds = "one seed" if len(gains) == 1 else many
-            return f"there {arm} is {fmean(gains):.4f} below {own}, in {seeds}"
+            return f"There the loss of {arm} is {fmean(gains):.4f} lower than at {own}, in {seeds}."
         gain, low, high = interval
-        text = f"there {arm} is {gain:.4f} [{low:.4f}, {high:.4f}] below {own}"
-        return text if low > 0 else f"{text}, not distinguishable from 0 with {len(gains)} seeds"
+        text = f"There the loss of {arm} is {gain:.4f} [{low:.4f}, {high:.4f}] lower than at {own}"
+        return (
+            f"{text}."
+            if low > 0
+            else f"{text}, not distinguishable from 0 with {len(gains)} seeds."
+        )
 
 
 @dataclass(frozen=True)

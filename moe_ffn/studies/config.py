@@ -82,7 +82,7 @@ class StudyConfig(Config, frozen=True):
     published: str = ""
     """Published numbers with their source, for the study's page."""
     answer: str = ""
-    """Conclusion of the author; the page also computes a verdict."""
+    """Conclusion of the author, whose first paragraph is set in bold; the page also computes a verdict."""
     would_change_our_mind: str = ""
     """Evidence that would change the conclusion, for the page."""
     axis: str | None = None

@@ -105,13 +105,13 @@ class IsoFlop:
 
     @property
     def limits(self) -> str:
-        """Limits of the fit, as one sentence."""
+        """Limits of the fit, in sentences."""
         low, high = min(self.parabolas, default=0), max(self.parabolas, default=0)
         budgets = (
             f"budgets from {low:.3g} to {high:.3g}" if low < high else f"a budget of {low:.3g}"
         )
         text = (
-            f"The fit is valid for {budgets} FLOPs, and for the same data, tokenizer and schedule; a "
+            f"The fit is valid for {budgets} FLOPs, and for the same data, tokenizer and schedule. A "
             "parabola is an approximation near its minimum"
         )
         if self.exponent is None:

@@ -441,8 +441,8 @@ def _verdict(
     better, other = (sparse, dense) if mean < 0 else (dense, sparse)
     ends = sorted((abs(low), abs(high)))
     return (
-        f"Use {better.name}: it ends {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token below "
-        f"{other.name}{_time(sparse, dense) if mean < 0 else ''}."
+        f"Use {better.name}: its loss is {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token lower "
+        f"than that of {other.name}{_time(sparse, dense) if mean < 0 else ''}."
     )
 
 
@@ -453,10 +453,10 @@ def _reversal(question: Question, dense: Arm, sparse: Arm, doublings: float) -> 
     at_half = abs(mean) * (1 + 1 / doublings)
     needed = format_duration(60 * question.minutes * 2 ** (doublings + 1))
     return (
-        f"Cannot tell {sparse.name} from {dense.name} within this time: {better.name} ends {abs(mean):.4f} "
-        f"nats per token below {other.name}, but was {at_half:.4f} below halfway through training, so longer "
-        f"runs may reverse the order; {needed} would show it. Until then train {dense.name}, the simpler "
-        "block."
+        f"Cannot tell {sparse.name} from {dense.name} within this time: the loss of {better.name} is "
+        f"{abs(mean):.4f} nats per token lower than that of {other.name}, but was {at_half:.4f} lower "
+        f"halfway through training, so longer runs may reverse the order; {needed} would show it. Until then "
+        f"train {dense.name}, the simpler block."
     )
 
 
@@ -466,7 +466,7 @@ def _time(sparse: Arm, dense: Arm) -> str:
     if reached is None or reached.seconds is None or not dense_seconds:
         return ""
     ratio = reached.seconds / dense_seconds
-    return f", {'and' if ratio < 1 else 'but'} reaches its loss in {ratio:.0%} of the time"
+    return f", {'and' if ratio < 1 else 'but'} it reaches that loss in {ratio:.0%} of the time"
 
 
 def _time_needed(question: Question, differences: Sequence[float]) -> str:

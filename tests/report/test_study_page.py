@@ -131,8 +131,9 @@ def test_the_answer_comes_first_and_results_of_other_arms_are_ignored(
     results: list[RunResult],
 ) -> None:
     with_another = [*results, make_result("relu", 0)]
-    page = study_page(study(GATING + "answer: Yes, by 0.1 nats. In short runs."), with_another)
-    assert "\n\n**Yes, by 0.1 nats. In short runs.**\n\n" in page.markdown
+    answer = 'answer: "Yes, by 0.1 nats. In short runs.\\n\\nWith 2 seeds."'
+    page = study_page(study(GATING + answer), with_another)
+    assert "\n\n**Yes, by 0.1 nats. In short runs.**\n\nWith 2 seeds.\n\n" in page.markdown
     assert page.summary.endswith("| Yes, by 0.1 nats. |")
     assert "relu" not in page.markdown
     with pytest.raises(ConfigError, match="gating: no result belongs to one of its arms, gelu"):
@@ -446,7 +447,7 @@ def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
     assert found[both][2] == "4"
     assert "no other arm has their budget: 2 of b." in page
     assert page.splitlines()[2].startswith(
-        "**At 1 of 1 budgets, a sparse block ends significantly below the best dense block**"
+        "**At 1 of 1 budgets, a sparse block has a significantly lower loss than the best dense block**"
     )
 
 

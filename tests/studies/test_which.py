@@ -153,8 +153,8 @@ def test_a_better_mixture_is_named_with_its_gain_and_cost(tmp_path: Path) -> Non
     found = answer(question(), tmp_path, last_round([-0.10, -0.11, -0.09, -0.10, -0.10]))
     assert found.chosen.name == "moe_8_top2"
     assert found.comparison.verdicts == [
-        "Use moe_8_top2: it ends 0.1000 [0.0912, 0.1088] nats per token below gelu, and reaches its loss in "
-        "81% of the time.",
+        "Use moe_8_top2: its loss is 0.1000 [0.0912, 0.1088] nats per token lower than that of gelu, and it "
+        "reaches that loss in 81% of the time.",
         "moe_8_top2 trains at 42 tokens per second against 50, with 600 MB of memory against 600, at equal "
         "FLOPs and with 3.0 times the parameters.",
         "This rests on 5 seeds of each (p < 0.001), models of 0.50 M active parameters and 0.0 M tokens; "
@@ -167,7 +167,7 @@ def test_a_better_mixture_is_named_with_its_gain_and_cost(tmp_path: Path) -> Non
 def test_a_better_dense_block_is_named(tmp_path: Path) -> None:
     found = answer(question(), tmp_path, last_round([0.10, 0.11, 0.09, 0.10, 0.10]))
     assert found.comparison.verdicts[0].startswith(
-        "Use gelu: it ends 0.1000 [0.0912, 0.1088] nats per"
+        "Use gelu: its loss is 0.1000 [0.0912, 0.1088] nats per token lower than that of moe_8_top2."
     )
     assert validate(TrainConfig, read_yaml(tmp_path / "config.yaml", "")).model.ffn.type == "dense"
 
@@ -200,12 +200,12 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
     assert found.chosen.name == "gelu"
     # Halved by the last doubling of the steps, so that one more would bring it to zero.
     assert found.comparison.verdicts[0] == (
-        "Cannot tell moe_8_top2 from gelu within this time: gelu ends 0.0500 nats per token below "
-        "moe_8_top2, but was 0.1000 below halfway through training, so longer runs may reverse the "
-        "order; 40 min would show it. Until then train gelu, the simpler block."
+        "Cannot tell moe_8_top2 from gelu within this time: the loss of gelu is 0.0500 nats per token lower "
+        "than that of moe_8_top2, but was 0.1000 lower halfway through training, so longer runs may reverse "
+        "the order; 40 min would show it. Until then train gelu, the simpler block."
     )
     kept = answer(question(), tmp_path, last_round(ends, at_half=0.06)).comparison.verdicts[0]
-    assert kept.startswith("Use gelu: it ends 0.0500")
+    assert kept.startswith("Use gelu: its loss is 0.0500")
 
 
 # -- the program

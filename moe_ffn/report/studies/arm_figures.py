@@ -321,7 +321,7 @@ def tuning(comparison: Comparison, tuned: Tuning) -> go.Figure:
         "categoryorder": "array",
         "categoryarray": list(tuned.values),
     }
-    note = f"{tuned.verdict}. A large point is the best value of an arm."
+    note = f"{' '.join(tuned.verdicts)} A large point is the best value of an arm."
     return arms_figure(traces, f"Final loss by {tuned.option}", note, x_axis)
 
 

@@ -25,8 +25,8 @@ class Table:
     title: str
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
-    legend: str
-    """Explanation of the columns."""
+    legend: Sequence[str]
+    """Definitions of columns, one each, and remarks."""
 
 
 def tables(comparison: Comparison) -> list[Table]:
@@ -41,26 +41,23 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def _losses(comparison: Comparison) -> Table:
-    kinds = {
-        "seeds": "the mean over seeds (Student's t)",
-        "windows": "windows of the text (bootstrap)",
-    }
+    kinds = {"seeds": "seeds (Student's t)", "windows": "windows of the text (bootstrap)"}
     intervals = sorted({arm.interval_over for arm in comparison.arms if arm.interval})
+    over = " or ".join(map(kinds.__getitem__, intervals))
     headers = ["arm", "seeds", "loss", "sd"]
-    legend = "loss: final validation loss, nats per token"
-    if intervals:
-        legend += f", ± the 95 % interval of {' or '.join(map(kinds.__getitem__, intervals))}"
+    margin = f", ± its 95 % interval over {over}" if over else ""
+    legend = [f"loss: final validation loss, nats per token{margin}"]
     if any(arm.sd is not None for arm in comparison.arms):
-        legend += "; sd over seeds"
+        legend.append("sd: standard deviation over seeds")
     if len(comparison.arms) > 1:
         headers += ["difference", "p", "detectable"]
-        legend += (
-            f"; difference: from {comparison.baseline}, paired, ± its 95 % interval; p: two-sided, "
-            "paired t, after Holm's correction; detectable: the true difference that this many seeds find "
-            "with 80 % power"
-        )
+        legend += [
+            f"difference: from {comparison.baseline}, paired, ± its 95 % interval",
+            "p: two-sided paired t-test, after Holm's correction",
+            "detectable: true difference that these seeds find with 80 % power",
+        ]
     if any(1 < len(arm.losses) < MIN_SEEDS for arm in comparison.arms):
-        legend += f"; arms with fewer than {MIN_SEEDS} seeds have no interval"
+        legend.append(f"arms with fewer than {MIN_SEEDS} seeds have no interval")
     rows = []
     for arm in comparison.arms:
         row = [
@@ -100,16 +97,20 @@ def _costs(comparison: Comparison) -> Table:
         for arm, memory in ((arm, arm.mean("peak_memory_bytes")) for arm in arms)
     ]
     speed = (
-        "at the median step, timed separately from the runs"
+        "timed separately from the runs"
         if all(arm.timed_step_seconds for arm in arms)
-        else "at the median step of the runs, which other programs on the machine slow down"
+        else "of the runs, which other programs on the machine slow down"
     )
     return Table(
         "Cost",
         ["arm", "params", "active", "FLOPs", "tokens/s", "memory"],
         rows,
-        f"active: parameters that a token uses; FLOPs: forward, per token; tokens/s: {speed}, in brackets "
-        f"relative to {comparison.baseline}; memory: peak of the process, or of its tensors on a GPU",
+        [
+            "active: parameters that a token uses",
+            "FLOPs: forward, per token",
+            f"tokens/s: at the median step, {speed}; in brackets relative to {comparison.baseline}",
+            "memory: peak of the process, or of its tensors on a GPU",
+        ],
     )
 
 
@@ -134,9 +135,13 @@ def _routing(arms: Sequence[Arm]) -> Table:
         "Routing",
         ["arm", "MaxVio", "dropped", "dead experts", "alarms"],
         rows,
-        "at the last validation, mean over layers and seeds; MaxVio: the busiest expert over the even share, "
-        "minus 1; dropped: share of the (token, expert) pairs; dead experts: experts without a token, summed "
-        "over layers; alarms: summed over seeds",
+        [
+            "MaxVio: load of the busiest expert over the even share, minus 1",
+            "dropped: share of the (token, expert) pairs",
+            "dead experts: without a token, summed over layers",
+            "alarms: summed over seeds",
+            "all others: at the last validation, mean over seeds and layers",
+        ],
     )
 
 
@@ -157,10 +162,14 @@ def _reached(comparison: Comparison) -> Table:
         f"To the final loss of {comparison.baseline}",
         ["arm", "steps", "FLOPs", "seconds", "frontier of"],
         rows,
-        f"in brackets relative to the whole training of {comparison.baseline}; steps: ± the 95 % interval of "
-        "the mean over seeds; FLOPs: forward and backward; seconds: these steps at the median step time; "
-        "frontier of: costs for which no arm with a lower loss costs the same or less, within "
-        f"{MAX_MISMATCH:.0%}",
+        [
+            "steps: ± the 95 % interval of the mean over seeds",
+            "FLOPs: forward and backward",
+            "seconds: these steps at the median step time",
+            f"in brackets: relative to the whole training of {comparison.baseline}",
+            "frontier of: costs for which no arm with a lower loss costs the same or less, within "
+            f"{MAX_MISMATCH:.0%}",
+        ],
     )
 
 
@@ -192,7 +201,7 @@ def tuning_tables(comparison: Comparison) -> Iterator[Table]:
             f"Final loss by {tuning.option}",
             ["arm", *tuning.values],
             rows,
-            f"mean over the seeds that an arm has for all values; {tuning.verdict}",
+            ["Means are over the seeds that an arm has for all values.", *tuning.verdicts],
         )
 
 
@@ -215,7 +224,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         for row in table.rows:
             shown.add_row(*(Text(printable(cell)) for cell in row))
         console.print(shown)
-        say(f"{table.legend}\n", "dim")
+        say("\n".join([*table.legend, ""]), "dim")
     if len(comparison.arms) > 1:
         say(f"What differs from {comparison.baseline}")
         for arm in (arm for arm in comparison.arms if arm.base):
@@ -232,5 +241,5 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 def markdown(table: Table) -> str:
     """Return a table in Markdown with its title and legend."""
     head, *rows = [[escape_markdown(cell) for cell in row] for row in (table.headers, *table.rows)]
-    legend = escape_markdown(table.legend.rstrip("."))
-    return f"**{escape_markdown(table.title)}**\n\n{markdown_table(head, rows)}\n\n{legend}."
+    legend = "\n".join(f"- {escape_markdown(line)}" for line in table.legend)
+    return f"**{escape_markdown(table.title)}**\n\n{markdown_table(head, rows)}\n\n{legend}"
