@@ -187,7 +187,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         supported={"norm_topk_prob": (False,)},
         small={"num_experts": 9},
         bug="with several tokens it confuses the token axis with the axis of the two key tables, so tokens "
-        "get each other's experts; ours treats every token as theirs treats a single token (CDMoE, "
+        "get each other's experts. Ours treats every token as theirs treats a single token (CDMoE, "
         "arXiv:2412.11834)",
     ),
     "dots1": DEEPSEEK.with_changes(class_name="Dots1MoE"),
@@ -500,7 +500,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         "token dropout, and with the paper's capacity 2 T / E (transformers uses the constant "
         "`expert_capacity`)",
         bug="it uses the 0/1 mask of first choices as expert indices, so that experts 0 and 1 "
-        "compute every token and the other experts none; the paper sends a token to its two best experts "
+        "compute every token and the other experts none. The paper sends a token to its two best experts "
         "(arXiv:2207.04672, section 6.2)",
     ),
     "olmoe": OLMOE,
