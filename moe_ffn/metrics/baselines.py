@@ -74,7 +74,7 @@ def ngram_loss(
     ids: list[np.ndarray] = [np.zeros((len(tokens), longest + 1), np.int32)]
     keys = [np.zeros(1, np.int64)]
     for length in range(1, order + 1):
-        key = ids[-1][:, :-1] * np.int64(vocab_size) + tokens[:, length - 1 :]
+        key = ids[-1][:, :-1].astype(np.int64) * vocab_size + tokens[:, length - 1 :]
         distinct, numbers = np.unique(key, return_inverse=True)
         ids.append(numbers.astype(np.int32).reshape(key.shape))
         keys.append(distinct)

@@ -304,7 +304,11 @@ class Comparison:
         bases |= {arm: b if b in groups else None for arm, b in baselines.items() if arm in groups}
         names = sorted(groups, key=lambda name: name != baseline)
         seconds = step_seconds or {}
-        untimed = [name for name in names if name not in seconds]
+        untimed = [
+            name
+            for name in names
+            if name not in seconds and any(run.outcome.step_seconds for run in groups[name])
+        ]
         if untimed:  # times of a busy and an idle machine are not comparable
             seconds = {}
         plain = [Arm(n, groups[n], bases[n], timed_step_seconds=seconds.get(n)) for n in names]

@@ -429,6 +429,11 @@ def test_seconds_are_of_one_kind() -> None:
     assert partly.notes[-1] == (
         "Seconds are measured in the runs, because not all arms were timed separately (b)."
     )
+    third = make_result("c", 0, 2.0)
+    unknown = third.outcome.model_copy(update={"step_seconds": None})
+    results.append(third.model_copy(update={"outcome": unknown}))
+    known = Comparison.of(results, step_seconds={"a": 0.1, "b": 2.0})
+    assert [arm.step_seconds for arm in known.arms] == [0.1, 2.0, None]
 
 
 def test_one_shared_seed_is_compared_by_its_windows() -> None:

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 MAX_WINDOWS = 1024
 """Maximum number of window losses in a summary; a bootstrap needs no more."""
 
-MAX_COUNTED = 1 << 26
-"""Maximum number of tokens that the 5-gram model counts, which takes minutes and 5 GiB."""
+MAX_COUNTED = 1 << 24
+"""Maximum number of tokens that the 5-gram model counts, which takes half a minute and 2 GiB."""
 
 
 @dataclass(frozen=True)
