@@ -422,6 +422,9 @@ def rows(page: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in found}
 
 
+MORE_EXPERTS = {"model.ffn": {"type": "moe", "num_experts": 16}}
+
+
 def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
     longer = {"trainer.max_steps": 103}
     tuned = {"optimizer.learning_rate": 0.5}
@@ -431,6 +434,7 @@ def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
             "a": [
                 *(dense("swiglu", seed, 2 + seed / 100) for seed in range(3)),
                 *(make_result("moe", s, 1.5, curve=[2.5, 1.5]) for s in range(3)),
+                make_result("more", loss=1.6, options=MORE_EXPERTS),
             ],
             "b": [
                 dense("same", 3, 2.03),
@@ -443,7 +447,7 @@ def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
 
     found = rows(page)
     both = "[a](studies/a.md): swiglu = [b](studies/b.md): same"
-    assert [*found] == ["[a](studies/a.md): moe", both]
+    assert [*found] == ["[a](studies/a.md): moe", "[a](studies/a.md): more", both]
     assert found[both][2] == "4"
     assert "no other arm has their budget: 2 of b." in page
     assert page.splitlines()[2].startswith(
@@ -459,12 +463,20 @@ def test_a_speed_up_counts_the_steps_to_the_dense_loss_and_their_time(tmp_path: 
     (folder / "timing.json").write_text(json.dumps({"arms": seconds}), encoding="utf-8")
     # From 3 at step 50 to 1 at step 100, the mixture passes the dense loss, 2, at step 75.
     moe = make_result("moe", loss=1.0, curve=[3.0, 1.0], flops_per_token=1010)
+    more = make_result("more", loss=1.5, options=MORE_EXPERTS)
 
-    found = rows(board(tmp_path / "studies", {"a": [dense("gelu", 0, 2.0), moe]}))
+    found = rows(board(tmp_path / "studies", {"a": [dense("gelu", 0, 2.0), moe, more]}))
 
     speed, _, *speed_ups = found["[a](studies/a.md): moe"][-4:]
     assert speed == "13 (0.67)"
     assert speed_ups == ["1.32", "0.89"]  # 100 / 75 / 1.01, 100 / 75 * 0.5 / 0.75
+
+
+def test_a_budget_with_two_arms_has_a_row_among_the_budgets_and_no_table(tmp_path: Path) -> None:
+    page = board(tmp_path / "studies", {"a": [dense("gelu", 0, 2.0), make_result("moe", loss=1.0)]})
+
+    assert "| [a](studies/a.md): moe |" in page
+    assert re.findall("^## (.*)", page, re.MULTILINE) == ["Add a row"]
 
 
 def test_a_folder_without_a_dense_block_is_an_error(tmp_path: Path) -> None:
