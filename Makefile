@@ -40,15 +40,15 @@ gpu-first-hour: $(DEV)  ## check exactness, speed and safety on a new GPU; write
 test-reliability: $(DEV)  ## test every promise of docs/explanation/reliability.md; hours
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability
 
-# litgpt alone without its dependencies: it wants an older huggingface-hub than transformers 5.
+# Two without their dependencies: litgpt wants an older huggingface-hub than transformers 5, and mup a torchvision that may not fit torch.
 clients:  ## run exported models in llama.cpp, mlx-lm and litgpt and the callback in TRL, and compare with torchao and mup, in build/clients; 20 minutes the first time
 	$(PYTHON) -m venv build/clients
 	build/clients/bin/pip install --quiet --constraint requirements.lock torch
 	build/clients/bin/pip install --quiet --constraint requirements.lock --editable ".[gguf]" $(EDITABLE) transformers pytest
 	build/clients/bin/pip install --quiet --constraint requirements.lock llama-cpp-python==0.3.36 mlx-lm==0.32.2 "mlx[cpu]" \
 	  "jsonargparse[signatures]<=4.41" psutil
-	build/clients/bin/pip install --quiet --no-deps litgpt==0.5.13
-	build/clients/bin/pip install --quiet --constraint requirements.lock torchao==0.18.0 compressed-tensors==0.20.0 mup==1.0.0
+	build/clients/bin/pip install --quiet --no-deps litgpt==0.5.13 mup==1.0.0
+	build/clients/bin/pip install --quiet --constraint requirements.lock torchao==0.18.0 compressed-tensors==0.20.0
 	build/clients/bin/pip install --quiet --constraint requirements.lock trl==1.16.0 peft==0.21.2
 	build/clients/bin/python -c "import llama_cpp, mlx_lm, litgpt"
 	build/clients/bin/python -m pytest -q --noconftest -m slow tests/weights/test_clients.py \
