@@ -25,8 +25,9 @@ from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.config.option_tree import show_value
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_value, validate
+from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.kernels.native.build import compile_kernels
-from moe_ffn.model.decoder import DecoderOutput
+from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.report.trace import check_routes, trace_of_decoder
 from moe_ffn.report.trace_view import table
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
@@ -58,18 +59,11 @@ def main(argv: Sequence[str]) -> int:
     # A prompt such as `12` or `null` is text; the other values are numbers or null.
     values = {name: parse_value(getattr(args, name), f"--{name}") for name in numeric}
     sample = validate(SampleConfig, {**values, "prompt": prompt, "stop": args.stop})
-    is_model = is_model_folder(folder)
-    if not is_model:
+    if not is_model_folder(folder):
         check_has_weights(folder)
     if prompt is None:
         prompt = latest_prompt(folder)
-    if is_model:
-        decoder = load_pretrained(folder, trust_code=args.trust_code)
-        tokenizer = load_tokenizer(folder)
-    else:
-        with accepting_code(args.trust_code):
-            run = load_model(folder)
-        decoder, tokenizer = run.decoder, run.tokenizer
+    decoder, tokenizer = load_decoder(folder, trust_code=args.trust_code)
     if not decoder.config.causal:
         raise ConfigError(
             f"'{folder}' was trained with model.causal (false): it predicts masked tokens and cannot "
@@ -102,6 +96,15 @@ def main(argv: Sequence[str]) -> int:
         console.print()
         console.print(table(trace, console.width))
     return 0
+
+
+def load_decoder(folder: Path, *, trust_code: bool) -> tuple[Decoder, Tokenizer]:
+    """Load a model folder, or the best weights of a run, and its tokenizer."""
+    if is_model_folder(folder):
+        return load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
+    with accepting_code(trust_code):
+        run = load_model(folder)
+    return run.decoder, run.tokenizer
 
 
 def _print_text(text: str) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from moe_ffn.cli.generate import load_decoder
 from moe_ffn.cli.parser import Parser, layer_numbers, page_file, write_output
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.config.trust import accepting_code
 from moe_ffn.interop.load_models import is_transformers_folder, route_text
 from moe_ffn.model.decoder import layer_number
 from moe_ffn.report.trace import (
@@ -28,8 +28,7 @@ from moe_ffn.report.trace import (
 )
 from moe_ffn.report.trace_view import page, table
 from moe_ffn.runs.folder import check_has_weights
-from moe_ffn.runs.reader import load_model
-from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
+from moe_ffn.weights.pretrained import is_model_folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,14 +55,10 @@ def trace_folder(
     folder: Path, text: bytes, layers: list[int] | None = None, *, trust_code: bool = False
 ) -> TextTrace:
     """Trace a text in a run, a model folder, or a model of transformers."""
-    if is_model_folder(folder):
-        decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
-        return trace_text(folder, decoder, tokenizer, text, layers)
-    if is_transformers_folder(folder):
+    if is_transformers_folder(folder) and not is_model_folder(folder):
         return _trace_transformers(folder, text, layers)
-    with accepting_code(trust_code):
-        run = load_model(folder)
-    return trace_text(folder, run.decoder, run.tokenizer, text, layers)
+    decoder, tokenizer = load_decoder(folder, trust_code=trust_code)
+    return trace_text(folder, decoder, tokenizer, text, layers)
 
 
 def _trace_transformers(folder: Path, text: bytes, layers: list[int] | None) -> TextTrace:

@@ -207,12 +207,9 @@ class Tuning:
             seeds = "one seed" if len(gains) == 1 else many
             return f"There the loss of {arm} is {fmean(gains):.4f} lower than at {own}, in {seeds}."
         gain, low, high = interval
-        text = f"There the loss of {arm} is {gain:.4f} [{low:.4f}, {high:.4f}] lower than at {own}"
-        return (
-            f"{text}."
-            if low > 0
-            else f"{text}, not distinguishable from 0 with {len(gains)} seeds."
-        )
+        doubt = "" if low > 0 else f", not distinguishable from 0 with {len(gains)} seeds"
+        where = f"[{low:.4f}, {high:.4f}] lower than at {own}"
+        return f"There the loss of {arm} is {gain:.4f} {where}{doubt}."
 
 
 @dataclass(frozen=True)
@@ -304,11 +301,8 @@ class Comparison:
         bases |= {arm: b if b in groups else None for arm, b in baselines.items() if arm in groups}
         names = sorted(groups, key=lambda name: name != baseline)
         seconds = step_seconds or {}
-        untimed = [
-            name
-            for name in names
-            if name not in seconds and any(run.outcome.step_seconds for run in groups[name])
-        ]
+        with_seconds = {result.arm for result in results if result.outcome.step_seconds}
+        untimed = [name for name in names if name in with_seconds - seconds.keys()]
         if untimed:  # times of a busy and an idle machine are not comparable
             seconds = {}
         plain = [Arm(n, groups[n], bases[n], timed_step_seconds=seconds.get(n)) for n in names]

@@ -98,7 +98,7 @@ def _costs(comparison: Comparison) -> Table:
     ]
     speed = (
         "timed separately from the runs"
-        if all(arm.timed_step_seconds or arm.step_seconds is None for arm in arms)
+        if any(arm.timed_step_seconds for arm in arms)  # then all that have seconds
         else "of the runs, which other programs on the machine slow down"
     )
     return Table(
