@@ -86,11 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fetched(package: Package, folder: Path) -> Path:
-    """Return the file of a package, downloaded unless `folder` has it.
-
-    Raises:
-        ConfigError: it cannot be downloaded, or is another file.
-    """
+    """Return the file of a package, downloaded unless `folder` has it; ConfigError if it is another."""
     path, url = folder / package.name, f"{MIRROR}/{package.path}"
     if not path.exists():
         print(f"downloading {url}", file=sys.stderr)

@@ -182,9 +182,7 @@ def time_callback(rounds: int, steps: int) -> int:
 def time_trainer(steps: int) -> tuple[list[tuple[float, float]], float]:
     """Train with `transformers.Trainer`, with `RoutingCallback` in every second step.
 
-    Returns:
-        processor seconds of pairs of steps, without and with the callback, and the median seconds of the
-        callback's own code in a step.
+    Returns processor seconds of pairs of steps, without and with it, and its own median seconds in a step.
     """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 

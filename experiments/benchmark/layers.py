@@ -121,10 +121,8 @@ def sparse_layers(
 ) -> list[Layer]:
     """Return our layer in `auto` and each of `backends`, and the installed `peers` that support this shape.
 
-    Our layers share the weights of the case; `Layer.computes` tells which layers compute the same.
-
-    Args:
-        note: called with a remark about a layer that is skipped, or computes something else.
+    Our layers share the weights of the case. `note` gets a remark about a layer that is skipped, or computes
+    something else (`Layer.computes`).
     """
     on_gpu = case.tokens.x_BSD.device.type == "cuda"
     builders: dict[str, Callable[[], nn.Module]]

@@ -123,12 +123,7 @@ class Session:
     def time(
         self, candidates: Sequence[Candidate], *, more: int = 1, tokens: int | None = None
     ) -> Results:
-        """Time candidates in turns.
-
-        Args:
-            more: multiplies the number of rounds, for a ratio that must be more exact.
-            tokens: tokens of a run; then results are in tokens per second.
-        """
+        """Time candidates in turns, in `more` times the rounds; as tokens per second if a run has some."""
         rounds = more * self.rounds
         measured = interleave(candidates, rounds, 1, self.patience)
         done = min(map(len, measured), default=rounds)
@@ -163,11 +158,8 @@ class Session:
     ) -> None:
         """Compare the ratio of two medians with a target; print and store the result.
 
-        The verdict is `not measured` if one of them was not timed, or computes something else.
-
-        Args:
-            goal: value to reach in future, stricter than the target.
-            anywhere: True if the limit also applies to GPUs.
+        The verdict is `not measured` if one of them was not timed, or computes something else. A `goal` is
+        stricter than the target. The limit applies to GPUs only if `anywhere`.
         """
         if not (anywhere or self.limits_apply):
             return

@@ -102,11 +102,7 @@ def kernel_costs(shape: Shape) -> list[KernelCost]:
 
 
 def parse_shape(text: str) -> Shape:
-    """Parse `2048,512,512,8,2,fp32`.
-
-    Raises:
-        ConfigError: the text is not a shape, or the layer needs more memory than there is.
-    """
+    """Parse `2048,512,512,8,2,fp32`; ConfigError for another text, or if memory cannot hold the layer."""
     *typed, dtype = (part.strip() for part in text.split(","))
     sizes = [whole_number(number, least=1) or 0 for number in typed]
     if len(sizes) != 5 or not all(sizes) or dtype not in DTYPES:

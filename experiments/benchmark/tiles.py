@@ -47,8 +47,7 @@ def launches(
 ) -> list[Callable[[], object]]:
     """Run forward and backward; return functions that launch one kernel again, on the same tensors.
 
-    Args:
-        tile: tile of that kernel; None, and all other kernels: that of `launch.TILES`.
+    That kernel has this tile; all other kernels, or None, have that of `launch.TILES`.
     """
     from moe_ffn.kernels.triton import backend, launch
 

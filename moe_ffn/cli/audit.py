@@ -142,12 +142,9 @@ def load_target(
 ) -> Target:
     """Load a run, a model or an adapter, and a text of about `num_tokens` tokens.
 
-    Args:
-        text: file to read; None for the validation split of a run, or a text that comes with Python.
-        base: folder of the model that an adapter belongs to; None if its config names a folder.
-
-    Raises:
-        ConfigError: the folder or the text cannot be read, or they do not belong together.
+    The default text is the validation split of a run, or one that comes with Python. `base` is the folder of
+    the model of an adapter whose config names none. Raises ConfigError if the folder or the text cannot be
+    read, or they do not belong together.
     """
     if is_adapter_folder(folder):
         return _adapter(folder, text, num_tokens, base, trust_code)

@@ -74,13 +74,8 @@ def parse_flags(
 ) -> tuple[Namespace, RootConfig]:
     """Return the flags, and the config merged from defaults, `--config` files and dotted overrides.
 
-    `--help`, `--version`, `--print-config` and `--print-schema` print their answer and exit.
-
-    Args:
-        add_flags: adds the program's own flags to the parser.
-
-    Raises:
-        ConfigError: one line per mistake.
+    `--help`, `--version`, `--print-config` and `--print-schema` print their answer and exit. `add_flags` adds
+    the program's own flags. Raises ConfigError with one line per mistake.
     """
     parser = Parser(
         prog=command,
@@ -135,8 +130,7 @@ def parse_flags(
 def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -> dict[str, Any]:
     """Parse the dotted overrides, which argparse has left.
 
-    Raises:
-        ConfigError: an argument is not an option, and is similar to a flag or has no value.
+    Raises ConfigError if an argument is not an option, and is similar to a flag or has no value.
     """
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
         name, has_value, _ = argument.partition("=")
@@ -179,14 +173,9 @@ Line = tuple[str, str]
 
 
 def print_help(tree: Option, usage: str, section: str = "") -> None:
-    """Print the short page, or a section with the values in `tree`.
+    """Print the short page, or a `section` (a path, or `all`) with the values in `tree`, below the usage.
 
-    Args:
-        usage: usage of the program, printed above the page.
-        section: a path, `all`, or empty for the short page.
-
-    Raises:
-        ConfigError: a `type` or the section is unknown; nothing is printed.
+    Raises ConfigError if a `type` or the section is unknown; nothing is printed.
     """
     if section not in ("", EVERYTHING):
         usage, option = "", tree.find(section)

@@ -367,8 +367,7 @@ def windows_of_text(
 ) -> tuple[str, Iterable[Batch]]:
     """Return a description and the windows of the text in `path`, or of the validation split of the corpus.
 
-    Raises:
-        ConfigError: the text cannot be read or is too short, or the model does not support the windows.
+    Raises ConfigError if the text cannot be read or is too short, or the model does not support the windows.
     """
     step = config.seq_len if stride is None else stride
     if step > config.seq_len:

@@ -39,12 +39,10 @@ _EXIT_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasa
 
 
 def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
-    """Run `main` on the command line; a ConfigError becomes at most `MAX_LINES` lines and exit code 2.
+    """Run `main` on the command line; return its exit code, or that of a SystemExit.
 
-    Ctrl-C, SIGTERM and SIGHUP end it without a traceback, and half-written files are removed.
-
-    Returns:
-        The exit code of `main`, or of a SystemExit.
+    A ConfigError becomes at most `MAX_LINES` lines and exit code 2. Ctrl-C, SIGTERM and SIGHUP end it without
+    a traceback, and half-written files are removed.
     """
     set_up_logging()
     prepare_streams()

@@ -112,11 +112,7 @@ def _print_text(text: str) -> None:
 
 
 def latest_prompt(folder: Path) -> str:
-    """Return the prompt of a run's latest sample.
-
-    Raises:
-        ConfigError: the run has no samples, or this is a model folder.
-    """
+    """Return the prompt of a run's latest sample; ConfigError without samples, or for a model folder."""
     prompts = [sample.prompt for sample in read_lines(folder / SAMPLES_FILE, Sample)]
     if not prompts:
         raise ConfigError(f"--prompt: is required, since '{folder}' has no samples")

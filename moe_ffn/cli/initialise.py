@@ -42,8 +42,7 @@ class CalibrationConfig(Config, frozen=True):
     def prepared(self, source: Source) -> tuple[DataConfig, PreparedData]:
         """Return data options with sequences no longer than the source's, and the text in its tokens.
 
-        Raises:
-            ConfigError: no text is given, it cannot be read, or the source has no tokenizer.
+        Raises ConfigError if no text is given, it cannot be read, or the source has no tokenizer.
         """
         config = self.data
         if config is not None:

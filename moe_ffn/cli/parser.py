@@ -118,10 +118,7 @@ class Parser(argparse.ArgumentParser):
     def add(self, option: str, meaning: str, **options: Any) -> None:
         """Add `--tokens N`, a switch `--trace`, or an argument `target TARGET`, with its line in the help.
 
-        A value that is called FILE or FOLDER is a path.
-
-        Args:
-            options: further options of `argparse.ArgumentParser.add_argument`.
+        A value that is called FILE or FOLDER is a path. The other options are those of `add_argument`.
         """
         name, _, metavar = option.partition(" ")
         if not metavar:
@@ -151,8 +148,7 @@ class Parser(argparse.ArgumentParser):
     ) -> Any:
         """Parse a command line without dotted options.
 
-        Raises:
-            ConfigError: there is a mistake; an unknown flag is reported first, with a similar flag.
+        Raises ConfigError for a mistake; an unknown flag is reported first, with a similar flag.
         """
         words = sys.argv[1:] if args is None else list(args)
         for word in takewhile("--".__ne__, words):
@@ -210,11 +206,7 @@ def _available_device(name: str) -> torch.device:
 def check_output(path: Path, opening: str) -> None:
     """Check that `write_output` can write this file, without writing it.
 
-    Args:
-        opening: first characters of the output. An existing file with another beginning is not overwritten.
-
-    Raises:
-        ConfigError: the file cannot be written, or another file would be lost.
+    Raises ConfigError if it cannot be written, or exists with another beginning than `opening`.
     """
     with explaining(f"'{path}' cannot be written", "choose another file"):
         if path.is_dir():

@@ -73,11 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_leaderboard(studies: Path, page: Path) -> None:
-    """Write the leaderboard of the studies in a folder, with links to their pages.
-
-    Raises:
-        ConfigError: the page cannot be written; see also `leaderboard`.
-    """
+    """Write the leaderboard of the studies in a folder, with links; ConfigError if it cannot be written."""
     link = os.path.relpath(studies, page.parent).replace(os.sep, "/")
     text = leaderboard(studies, link)
     with explaining(f"'{page}' cannot be written", "choose another file"):

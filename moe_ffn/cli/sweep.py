@@ -107,11 +107,7 @@ def _parser() -> Parser:
 def select_runs(
     runs: Sequence[PlannedRun], seeds: Sequence[int] | None, names: Sequence[str] | None
 ) -> list[PlannedRun]:
-    """Return the runs with these seeds and names; `seeds` leaves out tuning runs, None selects all.
-
-    Raises:
-        ConfigError: no run has one of the names.
-    """
+    """Return the runs with these seeds (no tuning runs) and names; ConfigError for an unknown name."""
     if seeds is not None:
         runs = [run for run in runs if run.seed in seeds and not run.tuning]
     by_name = {run.name: run for run in runs}
@@ -125,11 +121,7 @@ def select_runs(
 
 
 def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> StudyConfig:
-    """Return the study of a command line.
-
-    Raises:
-        ConfigError: there is no study, or it has a mistake.
-    """
+    """Return the study of a command line; ConfigError if there is none, or it has a mistake."""
     if bool(files) == bool(flags.config):
         raise ConfigError(
             f"give one study, {command('sweep')} --config study.yaml, or the config files of its arms, "

@@ -99,12 +99,9 @@ def parse(argv: Sequence[str]) -> TrainConfig:
 def find_resume(run: str, argv: Sequence[str]) -> Resume:
     """Return the run to resume, with its own options updated by the given ones.
 
-    Args:
-        run: folder of the run, or NEWEST: the run `run.name` if that is given, otherwise the most recently
-            written unfinished run in `run.output_dir`.
-
-    Raises:
-        ConfigError: there is no such run, or it is finished, or it names untrusted code.
+    For NEWEST this is the run `run.name` if that is given, otherwise the most recently written unfinished run
+    in `run.output_dir`. Raises ConfigError if there is no such run, or it is finished, or it names untrusted
+    code.
     """
     folder = Path(run).expanduser() if run else _newest(parse(argv))
     run_folder.check_is_run(folder)

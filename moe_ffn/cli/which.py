@@ -80,8 +80,7 @@ def _parser() -> Parser:
 def _begin(args: Any) -> tuple[Path, Question | None]:
     """Return the folder of the runs, and with `--resume` the question of the search.
 
-    Raises:
-        ConfigError: the flags contradict each other, or the folder exists.
+    Raises ConfigError if the flags contradict each other, or the folder exists.
     """
     if args.resume is not None:
         if args.data or args.minutes:

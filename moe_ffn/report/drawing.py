@@ -140,13 +140,10 @@ def scatter(
     suffix: str = "",
     **options: Any,
 ) -> go.Scatter:
-    """Return a trace of points and lines in one colour.
+    """Return a trace of points and lines in one colour, with more `options` of `go.Scatter`.
 
-    Args:
-        style: index of a colour in `SERIES` or a role of style.css, and a dash.
-        hover: plotly's `hovertemplate`.
-        suffix: text after the name in the legend.
-        options: more options of `go.Scatter`.
+    The `style` is the index of a colour in `SERIES` or a role of style.css, and a dash. `hover` is plotly's
+    `hovertemplate`; the `suffix` follows the name in the legend.
     """
     role, dash = style
     colour = LIGHT.get(f"series-{role}", "gray")
@@ -192,13 +189,10 @@ def line_figure(
     levels: Mapping[str, float] = MappingProxyType({}),
     note: str = "",
 ) -> go.Figure:
-    """Draw lines over steps; the legend has the last values.
+    """Draw lines of at most `max_points` (see `average`) over steps; the legend has the last values.
 
-    Args:
-        lines: name -> series, at least one not empty. The position in this mapping determines the colour and
-            dash, also if the series before it are empty.
-        max_points: maximum points of a line, see `average`.
-        levels: name -> value of a horizontal reference line, such as the entropy of a uniform choice.
+    The position of a line in the mapping determines its colour and dash, also if series before it are empty;
+    one is not. `levels` are horizontal reference lines, such as the entropy of a uniform choice.
     """
     traces: list[go.Scatter] = []
     for number, (name, series) in enumerate(lines.items()):

@@ -62,12 +62,7 @@ class Assignment:
         self.first_T = np.full(self.num_tokens, NOT_REACHED, dtype=np.int32)
 
     def add(self, routing: Routing, positions: np.ndarray, *, with_dropped: bool = True) -> None:
-        """Add the pairs of a batch.
-
-        Args:
-            positions: position of each token in the text, (routing.num_tokens,); NOT_REACHED for padding.
-            with_dropped: also add dropped pairs.
-        """
+        """Add the pairs of a batch, whose tokens have these positions in the text, or NOT_REACHED."""
         added_N = routing.active_N if with_dropped else routing.computed_N
         tokens = positions[routing.token_indices_N[added_N].cpu().numpy()].astype(np.int32)
         experts = routing.expert_ids_N[added_N].cpu().numpy().astype(np.int32)
@@ -151,8 +146,7 @@ class RoutedText:
 def route_validation(run: Run) -> RoutedText:
     """Route windows spread over the validation split with the best weights of a run, in evaluation mode.
 
-    Raises:
-        ConfigError: the run has no intact checkpoint, or its validation text is no longer cached.
+    Raises ConfigError if the run has no intact checkpoint, or its validation text is no longer cached.
     """
     saved = run.saved_model
     data, decoder = saved.config.data, saved.decoder
@@ -201,11 +195,9 @@ class ExpertTokens:
 
 
 def expert_tokens(routed: RoutedText, layer: str, num_contexts: int = 3) -> list[ExpertTokens]:
-    """Return the most frequent and the most typical tokens of each expert of a layer.
+    """Return the most frequent and the most typical tokens of each expert of a layer in `routed.layers`.
 
-    Args:
-        layer: a name in `routed.layers`.
-        num_contexts: examples from the text per token, evenly spread.
+    Each token has up to `num_contexts` examples from the text, evenly spread.
     """
     tokens_N, experts_N = routed.layers[layer].pairs
     vocab_size = len(routed.vocabulary)

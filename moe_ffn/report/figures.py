@@ -80,11 +80,7 @@ def loss(run: Run) -> go.Figure:
 
 
 def curve(run: Run, key: str) -> go.Figure:
-    """Draw a metric of the whole model over the steps.
-
-    Args:
-        key: such as `gradient_norm`; see `moe_ffn.metrics.table.RUN_METRICS`.
-    """
+    """Draw a metric of the whole model, a key of `moe_ffn.metrics.table.RUN_METRICS`, over the steps."""
     metric = find(RUN_METRICS, key)
     only_line = metric.quantity if len(metric.rows) == 1 else ""
     keys = {only_line or LINE_NAMES[row]: f"{row}/{key}" for row in metric.rows}
@@ -135,11 +131,7 @@ def _curves(
 
 
 def load(run: Run, layer: int | str) -> go.Figure:
-    """Draw the load of each expert of a layer over time, as a multiple of the even share.
-
-    Args:
-        layer: number or name, such as `layer_03/inner`.
-    """
+    """Draw the load of each expert of a layer (its number or name) over time, over the even share."""
     name = _find_layer(run, layer, run.loads)
     rows = sum(map(len, run.loads.values()))
     columns = min(max(MAX_LOADS // rows, 32), 200)
@@ -161,8 +153,7 @@ def load(run: Run, layer: int | str) -> go.Figure:
 def measure(run: Run, key: str) -> go.Figure:
     """Draw a metric of every sparse layer over the steps: as lines, or as a heat map for many layers.
 
-    Args:
-        key: such as `max_violation`; see `moe_ffn.metrics.table.LAYER_METRICS`.
+    The key is one of `moe_ffn.metrics.table.LAYER_METRICS`, such as `max_violation`.
     """
     metric = find(LAYER_METRICS, key)
     by_layer = measured(run, metric)
@@ -193,11 +184,7 @@ def measure(run: Run, key: str) -> go.Figure:
 
 
 def coactivation(run: Run, layer: int | str) -> go.Figure:
-    """Draw how often experts of a layer share tokens, on the validation split at the end of the run.
-
-    Args:
-        layer: number or name, such as `layer_03/inner`.
-    """
+    """Draw how often experts of a layer (its number or name) share tokens at the last validation."""
     matrices = coactivations(run)
     name = _find_layer(run, layer, matrices)
     metric = LAYER_METRICS["coactivation"]
@@ -235,11 +222,7 @@ def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
 
 
 def overlay_measure(arms: Mapping[str, Sequence[Run]], key: str) -> go.Figure:
-    """Draw a metric of sparse layers as one line per arm, the mean over the layers of its runs.
-
-    Args:
-        arms: name -> runs, such as one per seed; the order determines the colours.
-    """
+    """Draw a metric of sparse layers as one line per arm, the mean over the layers of its runs."""
     metric = find(LAYER_METRICS, key)
     lines = {name: mean_over_layers(runs, metric) for name, runs in arms.items()}
     if not any(lines.values()):
@@ -285,12 +268,7 @@ def find(known: Mapping[str, Entry], name: str, kind: str = "metric") -> Entry:
 
 
 def memory_of_layouts(bars: Mapping[str, Mapping[str, float]], limit: float) -> go.Figure:
-    """Draw the memory of each layout as a stacked bar.
-
-    Args:
-        bars: layout -> part, such as gradients -> GB per rank.
-        limit: memory of a rank in GB.
-    """
+    """Draw the memory of each layout (GB per rank and part) as a stacked bar, and its limit."""
     names = list(bars)
     traces = [
         go.Bar(

@@ -29,12 +29,7 @@ OPENING = "<!doctype html>"
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the page of a template.
-
-    Args:
-        template: name of a file in `templates/`.
-        values: variables of the template; a missing one is an error.
-    """
+    """Return the page of a file in `templates/`; a missing variable is an error."""
     return ENVIRONMENT.get_template(template).render(values)
 
 

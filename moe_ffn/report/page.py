@@ -22,14 +22,10 @@ def write_report(
 ) -> list[Run]:
     """Write the page of these runs atomically, and return the runs.
 
-    Args:
-        reload_every: seconds between reloads of the page while a run is in progress; None never reloads.
-        has_ended: True if the caller knows that training has ended; otherwise a run counts as interrupted
-            only after its files have not changed for a long time.
-        html_of: returns the page, as `report_html` does for one run, which is the default.
-
-    Raises:
-        ConfigError: a folder is not a run, or `output` cannot be written.
+    The page reloads itself every `reload_every` seconds while a run is in progress. Training has certainly
+    ended if `has_ended`; otherwise a run counts as interrupted only after its files have not changed for a
+    long time. `html_of` is by default `report_html`, for one run. Raises ConfigError if a folder is not a
+    run, or `output` cannot be written.
     """
     runs = read_runs(folders, has_ended=has_ended)
     reload_every = reload_every if any(run.is_running for run in runs) else None
@@ -42,11 +38,7 @@ def write_report(
 def report_html(
     runs: Sequence[Run], *, reload_every: float | None = None, output: Path | None = None
 ) -> str:
-    """Return the page of one run.
-
-    Args:
-        output: path of the page, which links to a shared script near it instead of including the script.
-    """
+    """Return the page of one run, which at `output` links to a shared script near it, if there is one."""
     (run,) = runs
     # Imported here, because training imports this module and should not load plotly.
     from moe_ffn.report import expert_tokens
@@ -79,16 +71,10 @@ def watch(
     sleep: Callable[[float], None] | None = None,
     html_of: Callable[..., str] | None = None,
 ) -> None:
-    """Rewrite the page every few seconds until no run is in progress.
+    """Rewrite the page `every` so many seconds until no run is in progress.
 
-    Waits for runs that have not begun. The last page never reloads itself.
-
-    Args:
-        every: seconds between two pages.
-        html_of: see `write_report`.
-
-    Raises:
-        ConfigError: a path exists but is not a run, or the page cannot be written.
+    Waits for runs that have not begun. The last page never reloads itself. Raises ConfigError if a path
+    exists but is not a run, or the page cannot be written.
     """
     sleep = sleep or time.sleep
     runs: list[Run] = []

@@ -137,11 +137,7 @@ SHARED_SCRIPT = "plotly.min.js"
 def render_plots(
     template: str, plots: Mapping[str, Sequence[Plot]], *, script: str | None = None, **values: Any
 ) -> str:
-    """Return a page with plots, see `render`.
-
-    Args:
-        script: relative URL of plotly's script; None includes the script in the page.
-    """
+    """Return a page with plots and, without the relative URL of a script, plotly's script; see `render`."""
     return render(
         template,
         plots=plots,

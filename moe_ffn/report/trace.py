@@ -118,14 +118,10 @@ def trace_text(
     text: bytes,
     layers: Sequence[int] | None = None,
 ) -> TextTrace:
-    """Trace `text` through a decoder in evaluation mode.
+    """Trace `text` through a decoder in evaluation mode, in all layers with a router or only in these.
 
-    Args:
-        folder: folder of the decoder, for messages.
-        layers: only these layers; None for all layers with a router.
-
-    Raises:
-        ConfigError: the decoder or one of the layers has no router, or the text is too long.
+    Raises ConfigError, naming the folder of the decoder, if it or one of the layers has no router, or the
+    text is too long.
     """
     ids = encode_text(tokenizer, text, decoder.max_seq_len, "--text")
     with torch.no_grad():
@@ -158,15 +154,9 @@ def trace_of_decoder(
     outputs: Sequence[tuple[DecoderOutput, int]],
     layers: Sequence[int] | None = None,
 ) -> TextTrace:
-    """Return the trace of tokens that a decoder read at once, or generated one by one.
+    """Return the trace of tokens that a decoder read at once, or generated one by one; see `trace_text`.
 
-    Args:
-        folder: folder of the decoder, for messages.
-        outputs: (output of the decoder for one sequence, number of new tokens at its end) pairs.
-        layers: see `trace_text`.
-
-    Raises:
-        ConfigError: the decoder or one of the layers has no router.
+    Each of the `outputs` has the decoder's output for one sequence, and the number of new tokens at its end.
     """
     token_bytes, infos = tokenizer.token_bytes, model.router_infos()
     check_routes(folder, model, outputs[-1][0].routings)
@@ -201,11 +191,7 @@ def trace_of(
     infos: Mapping[str, RouterInfo],
     layers: Sequence[int] | None,
 ) -> TextTrace:
-    """Return the trace of one sequence of tokens, restricted to `layers` unless None.
-
-    Raises:
-        ConfigError: one of the layers has no router.
-    """
+    """Return the trace of one sequence of tokens, restricted to `layers`; ConfigError without a router."""
     numbers = {name: layer_number(name) for name in routings}
     for layer in layers or ():
         if layer not in numbers.values():
@@ -238,11 +224,8 @@ def visits_by_layer(
 ) -> dict[str, list[Visit | None]]:
     """Return router -> visits, one per token of the sequence.
 
-    A block inside a mixture of depths sees only selected tokens; their visits move to their positions in the
-    sequence.
-
-    Args:
-        token_selectors: names of the routings of mixtures of depths.
+    A block inside a mixture of depths, whose routings are `token_selectors`, sees only selected tokens; their
+    visits move to their positions in the sequence.
     """
     visits: dict[str, list[Visit | None]] = {}
     for name, routing in routings.items():
@@ -262,10 +245,8 @@ def origin(
 ) -> Tensor | None:
     """Return the position in the batch of each token of a block inside a mixture of depths; -1 for padding.
 
-    Returns None for other blocks, which see all tokens in order.
-
-    Args:
-        token_selectors: names of the routings of mixtures of depths, outer ones first.
+    Returns None for other blocks, which see all tokens in order. The routings of mixtures of depths are named
+    outer ones first.
     """
     around = [selector for selector in token_selectors if name.startswith(f"{selector}/")]
     if not around:

@@ -103,11 +103,7 @@ def make_callbacks(
     folder: Path,
     run_id: str | None = None,
 ) -> RunCallbacks:
-    """Return the callbacks that log, sample, save, and end a run early.
-
-    Args:
-        run_id: id of the run, to store in every checkpoint.
-    """
+    """Return the callbacks that log, sample, save (with the id of the run), and end a run early."""
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
     rules = AlarmRules(config.logging.alarms, advice)
     checkpoints = CheckpointKeeper(

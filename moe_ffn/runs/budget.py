@@ -35,13 +35,9 @@ class Budget:
 
     @classmethod
     def of(cls, config: TrainConfig, vocab_size: int | None = None) -> Budget:
-        """Return the budget of a run that reaches its last step.
+        """Return the budget of a run that reaches its last step, by default for the largest vocabulary.
 
-        Args:
-            vocab_size: by default the maximum vocabulary of the tokenizer.
-
-        Raises:
-            ConfigError: a custom part miscounts its parameters or FLOPs; see `check_counts`.
+        Raises ConfigError if a custom part miscounts its parameters or FLOPs; see `check_counts`.
         """
         check_counts(config)
         model, data, trainer = config.model, config.data, config.trainer

@@ -35,11 +35,8 @@ def portable_options(config: Config) -> dict[str, Any]:
 def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> dict[str, str]:
     """Return name in the run's folder -> text, for copies of custom code and `code.json`; empty without code.
 
-    Args:
-        known: entries of a resumed run's `code.json`, which name the original files.
-
-    Raises:
-        ConfigError: a file is not UTF-8.
+    Entries in `known`, of a resumed run's `code.json`, name the original files. Raises ConfigError if a file
+    is not UTF-8.
     """
     codes = named_code(config)
     if not codes:

@@ -34,10 +34,9 @@ VOCAB_SIZE = 2
 
 
 def check_counts(config: TrainConfig) -> None:
-    """Check that the counts of every feed-forward block and of the model are valid numbers.
+    """Check the counts of every feed-forward block and of the model.
 
-    Raises:
-        ConfigError: a count is negative, infinite or no number; the message names the part and the method.
+    Raises ConfigError if one is negative, infinite or no number; the message names the part and the method.
     """
     model, seq_len = config.model, config.data.seq_len
     for option, ffn in dict(model.ffns_by_option()).items():
@@ -59,12 +58,9 @@ def _require_number(name: str, count: Callable[..., object], *arguments: int) ->
 
 
 def check_num_params(decoder: Decoder) -> None:
-    """Compare `num_params` of each config with the parameters of the module built from it.
+    """Raise ConfigError, with both numbers, if `num_params` of a config differs from its module's.
 
     Tables, facts and equal budgets rely on `num_params`. A shared parameter counts in its first layer.
-
-    Raises:
-        ConfigError: the numbers differ; the message has the layer and both numbers.
     """
     seen: set[int] = set()
     for name, counted, module, ffn in _counted_parts(decoder):
@@ -94,13 +90,9 @@ def _counted_parts(decoder: Decoder) -> Iterator[tuple[str, int, nn.Module, FFNC
 
 
 def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
-    """Try every custom part of a config, and every block that contains a custom part.
+    """Try every custom part of a config, and every block that contains one, on the run's device.
 
-    Args:
-        device: device of the run.
-
-    Raises:
-        ConfigError: a part fails; the message names the part, what it did, and what is expected.
+    Raises ConfigError if a part fails; the message names the part, what it did, and what is expected.
     """
     model = config.model
     # Inner parts first; otherwise their mistakes would be reported for the block around them.

@@ -87,10 +87,8 @@ def check_run_folder(config: TrainConfig) -> None:
 def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
     """Make the folder of a new run, named by `run.name` or by the FFN type and the time, and write `files`.
 
-    The folder appears atomically; a process that dies earlier leaves only a hidden folder.
-
-    Raises:
-        ConfigError: the name is taken, or the folder cannot be written.
+    The folder appears atomically; a process that dies earlier leaves only a hidden folder. Raises ConfigError
+    if the name is taken, or the folder cannot be written.
     """
     parent = output_dir(config)
     with explaining(
@@ -207,9 +205,7 @@ def saved_config(folder: Path) -> TrainConfig:
     """Read the options of a run; those that are newer than the run take their defaults.
 
     `facts.json` holds the same options, which distinguishes an older run from a truncated `config.yaml`.
-
-    Raises:
-        ConfigError: the file cannot be read, was cut short, or names code that is not trusted.
+    Raises ConfigError if the file cannot be read, was cut short, or names code that is not trusted.
     """
     path = folder / CONFIG_FILE
     config = read_config(path, TrainConfig)
@@ -244,13 +240,10 @@ def _log_once(message: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's folder until the block or the process ends.
+    """Lock a run's folder until the block or the process ends; ConfigError if another process holds the lock.
 
     This locks the folder itself, which users do not delete by mistake, and a file in it, since NFS locks only
     files. On a file system without locks it does nothing.
-
-    Raises:
-        ConfigError: another process holds the lock.
     """
     with ExitStack() as stack:
         with suppress(OSError):

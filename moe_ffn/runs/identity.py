@@ -44,14 +44,10 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def resume_with(config: TrainConfig, own: TrainConfig, folder: Path, *, is_named: bool) -> Resume:
-    """Return a run to resume, with new options.
+    """Return a run to resume, with new options, from the `own` options in its folder.
 
-    Args:
-        own: the options in the folder.
-        is_named: true if the user gave the folder; false if `config.run` determined it.
-
-    Raises:
-        ConfigError: an option cannot be changed, or the run is finished.
+    The user gave the folder if `is_named`; otherwise `config.run` determined it. Raises ConfigError if an
+    option cannot be changed, or the run is finished.
     """
     fixed = differences(fixed_options(own), fixed_options(config))
     for key, (before, now) in fixed.items():
@@ -109,9 +105,5 @@ def _hash(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def tokenizer_sha256(values: Mapping[str, Any]) -> str:
-    """Return the hash that identifies a tokenizer.
-
-    Args:
-        values: `Tokenizer.to_dict()`, which is the content of `tokenizer.json`.
-    """
+    """Return the hash that identifies a tokenizer by the content of its `tokenizer.json`."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

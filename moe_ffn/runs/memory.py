@@ -22,11 +22,8 @@ _MAX_COPIES = 6
 def check_fits(config: TrainConfig, teacher_bytes: int = 0) -> None:
     """Raise ConfigError if the model, or the token ids of a batch, exceed the memory limit of this process.
 
-    A run on a CPU needs weights, gradients and optimizer state; a run on a GPU only the weights, since the
-    process builds them before it moves them.
-
-    Args:
-        teacher_bytes: size of the weights of the teacher of `objective.distill`, once it is read.
+    A run on a CPU needs weights, gradients and optimizer state, and the weights of its teacher once they are
+    read; on a GPU it needs only the weights, since the process builds them before it moves them.
     """
     memory = memory_limit()
     if memory is None:

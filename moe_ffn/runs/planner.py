@@ -160,11 +160,7 @@ class Activations:
         return sum(self.peak_with(0.0, [0.0] * len(self.by_layer)))
 
     def peak_with(self, outside: float, by_layer: Sequence[float]) -> tuple[float, float]:
-        """Return bytes of (gradients, activations) when their sum peaks in the backward pass.
-
-        Args:
-            outside, by_layer: bytes of the gradients.
-        """
+        """Return bytes of (gradients, activations) when their sum peaks, given the bytes of gradients."""
         saved, gradients = sum(self.by_layer), outside
         candidates = [(0.0, self.outside + saved)]
         for activation, gradient in reversed(list(zip(self.by_layer, by_layer, strict=True))):
@@ -179,8 +175,7 @@ def activations_of(
 ) -> Activations:
     """Trace models with one and two layers of each distinct block; the difference is one layer.
 
-    Args:
-        teacher: model of `objective.distill`; it adds its forward pass, and its loss, outside of layers.
+    A teacher (of `objective.distill`) adds its forward pass, and its loss, outside of layers.
     """
     model = config.model
     ffns = model.layer_ffns()
@@ -233,11 +228,7 @@ def _saved_bytes(
     precision: str,
     is_trained: bool = True,
 ) -> float:
-    """Return the peak bytes without weights, from the forward pass to the gradient of the logits.
-
-    Args:
-        is_trained: False for a forward pass without gradients.
-    """
+    """Return the peak bytes without weights, from the forward pass to the gradient of the logits."""
     decoder = model.build_empty(*config.data.text_sizes)
     if precision == "bf16-true":
         decoder = decoder.bfloat16()
@@ -360,11 +351,8 @@ def plan_layouts(
 ) -> list[LayoutPlan]:
     """Return a plan for each layout: those that fit, fastest first; then the others, smallest first.
 
-    Args:
-        teacher: model of `objective.distill`, which each rank holds whole.
-
-    Raises:
-        ConfigError: the batch cannot be divided among the ranks.
+    Each rank holds the teacher of `objective.distill` whole. Raises ConfigError if the batch cannot be
+    divided among the ranks.
     """
     require_equal_shares(config.data.batch_size, num_ranks)
     planner = _Planner(config, num_ranks, device, efficiency, teacher)

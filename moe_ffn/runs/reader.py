@@ -95,11 +95,7 @@ class SavedModel:
         return f"SavedModel('{self.folder}', {count:,} parameters)"
 
     def run(self, text: str | bytes) -> DecoderOutput:
-        """Return the decoder's output for a text as one sequence.
-
-        Raises:
-            ConfigError: the text has more tokens than a training sequence.
-        """
+        """Return the output for a text; ConfigError if it is longer than a training sequence."""
         ids = encode_text(self.tokenizer, text, self.decoder.max_seq_len, "text")
         with torch.no_grad():
             return self.decoder(torch.tensor([ids]))
@@ -195,8 +191,7 @@ class Run:
     def routing(self, text: str | bytes) -> Mapping[str, Routing]:
         """Return the routing of a text by layer name, such as `layer_03`.
 
-        Raises:
-            ConfigError: the text is longer than a training sequence, or `saved_model` raises.
+        Raises ConfigError if the text is longer than a training sequence, or as `saved_model` does.
         """
         return self.saved_model.run(text).routings
 
@@ -299,11 +294,9 @@ def read_run(
     has_ended: bool = False,
     keys: Collection[str] | None = None,
 ) -> Run:
-    """Read the current state of a run; see `load_run`.
+    """Read the current state of a run, and only these `keys` of its log, if given; see `load_run`.
 
-    Args:
-        has_ended: true if training has certainly ended; otherwise locks and file times decide.
-        keys: keys of the log to read; all by default.
+    Training has certainly ended if `has_ended`; otherwise locks and file times decide.
     """
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)
@@ -384,9 +377,8 @@ def _yaml_mapping(text: str) -> dict[str, Any]:
 def load_model(folder: Path) -> SavedModel:
     """Load the config, the tokenizer and the best weights of a run.
 
-    Raises:
-        ConfigError: the folder holds no run, no intact checkpoint or a damaged file, or names code that is
-            not trusted.
+    Raises ConfigError if the folder holds no run, no intact checkpoint or a damaged file, or names untrusted
+    code.
     """
     check_has_weights(folder)
     config = saved_config(folder)
@@ -407,11 +399,7 @@ def read_weights(
 ) -> Mapping[str, Tensor]:
     """Return the best weights of a run, or the newest ones if the best are damaged.
 
-    Args:
-        decoder: module with the expected names and shapes.
-
-    Raises:
-        ConfigError: the run has no intact checkpoint.
+    The `decoder` has the expected names and shapes. Raises ConfigError if the run has no intact checkpoint.
     """
     checkpoints, run_id = folder / CHECKPOINTS_FOLDER, Facts.read(folder / FACTS_FILE).run_id
     expected = identity_of_weights(config, tokenizer, run_id or None)

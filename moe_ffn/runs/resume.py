@@ -74,11 +74,9 @@ UsableCheckpoint = tuple[Path, Mapping[str, Any]]
 def first_usable(
     candidates: Iterable[Path], problem_of: Callable[[Mapping[str, Any]], str | None]
 ) -> tuple[UsableCheckpoint | None, list[str]]:
-    """Return the first intact checkpoint for which `problem_of` returns None.
+    """Return the first intact checkpoint for which `problem_of` returns None, or None.
 
-    Returns:
-        the checkpoint, or None; and the problem of each checkpoint before it, such as
-        `step_00000012.ckpt is empty`.
+    The second value lists the problems of the checkpoints before it, such as `step_00000012.ckpt is empty`.
     """
     skipped: list[str] = []
     for path in candidates:
@@ -96,11 +94,9 @@ def first_usable(
 def problem_of_weights(
     values: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module
 ) -> str | None:
-    """Return the reason why a model cannot load the weights of a checkpoint; None if it can.
+    """Return the reason why `model` cannot load the weights of a checkpoint; None if it can.
 
-    Args:
-        expected: a `checkpoint_identity` or an `identity_of_weights`; only its keys are compared.
-        model: module whose parameter names are the keys of `values["state_dict"]`.
+    `expected` is a `checkpoint_identity` or an `identity_of_weights`; only its keys are compared.
     """
     weights, identity = values.get("state_dict"), values.get(IDENTITY)
     if not isinstance(weights, Mapping) or not isinstance(identity, Mapping):
@@ -157,13 +153,8 @@ def find_resume_point(
 ) -> ResumePoint:
     """Return the newest checkpoint that is intact and belongs to this run.
 
-    Args:
-        own: the options in the folder.
-        module: the run's module, with the names and shapes of the weights.
-        max_steps: the new number of steps of the run.
-
-    Raises:
-        ConfigError: there are checkpoints but none can be used; or the run has passed `max_steps`.
+    `own` are the options in the folder. The `module` has the names and shapes of the weights. Raises
+    ConfigError if there are checkpoints but none can be used, or if the run has passed the new `max_steps`.
     """
     checkpoints = folder / CHECKPOINTS_FOLDER
     run_id = Facts.read(folder / FACTS_FILE).run_id or None
@@ -229,12 +220,8 @@ def resume_hint(folder: Path, keeper: CheckpointKeeper) -> str:
 def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None:
     """Remove the lines logged after the checkpoint, and record that the run is resumed.
 
-    Args:
-        files: name -> text of the files that a new run would begin with. Files that are missing, damaged or
-            out of date are written again.
-
-    Raises:
-        ConfigError: the folder cannot be written.
+    Those of the `files` of a new run (name -> text) that are missing, damaged or out of date are written
+    again. Raises ConfigError if the folder cannot be written.
     """
     folder = resume.folder
     line = {

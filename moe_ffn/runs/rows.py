@@ -43,17 +43,13 @@ class Series:
 
 
 class Rows:
-    """A table with one row per logged optimizer step and one column per key of the log.
+    """A table with a row per logged optimizer step and a column per key of the log (or of `keys`).
 
     A list becomes one column per entry: `routing/layer_03/load/expert_00` and so on. Iteration yields one
     dictionary per step, such as `{"step": 10, "train/loss": 2.5}`, without missing values.
     """
 
     def __init__(self, lines: Iterable[Row] = (), keys: Collection[str] | None = None) -> None:
-        """
-        Args:
-            keys: keys of the log to read; all by default.
-        """
         self.columns: dict[str, Series] = {}
         """Key -> series, in the order of the log."""
         for line in lines:
@@ -87,11 +83,7 @@ class Rows:
         yield from rows.values()
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a DataFrame whose index is the step; missing values are NaN.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
+        """Return a DataFrame whose index is the step; missing values are NaN. ImportError without pandas."""
         import pandas
 
         columns = {key: pandas.Series(s.values, index=s.steps) for key, s in self.columns.items()}

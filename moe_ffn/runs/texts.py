@@ -20,11 +20,8 @@ from moe_ffn.runs.reader import Run
 def prepare_data(run: Run, instead: str) -> PreparedData:
     """Return the corpus and the splits that a run was trained on.
 
-    Args:
-        instead: alternative in errors, for a user whose corpus is lost.
-
-    Raises:
-        ConfigError: the corpus cannot be read, or has changed since the run began.
+    Raises ConfigError, with the alternative `instead`, if the corpus cannot be read, or has changed since the
+    run began.
     """
     try:
         data = prepare(run.config.data)
@@ -40,11 +37,7 @@ def prepare_data(run: Run, instead: str) -> PreparedData:
 
 
 def check_documents(folder: Path, documents: Documents, instead: str = "start a new run") -> None:
-    """Raise ConfigError with the first document that has changed since the run in `folder` began.
-
-    Args:
-        instead: alternative in errors to restoring the corpus.
-    """
+    """Raise ConfigError if a document has changed since the run in `folder` began."""
     try:
         original = Documents.from_dict(read_object(folder / DOCUMENTS_FILE))
     except ConfigError:  # the file is missing or damaged
@@ -56,11 +49,7 @@ def check_documents(folder: Path, documents: Documents, instead: str = "start a 
 
 
 def read_text(path: Path, limit: int | None = None) -> bytes:
-    """Return the bytes of a text file, at most `limit`.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return at most `limit` bytes of a text file; ConfigError if it cannot be read."""
     path = expand_path(str(path), "--text")
     try:
         with path.open("rb") as file:
@@ -70,20 +59,11 @@ def read_text(path: Path, limit: int | None = None) -> bytes:
 
 
 def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:
-    """Return the tokens of a file of token ids (.bin, .npy), or of all texts under a path.
+    """Return the tokens of a file of token ids (.bin, .npy), or of all texts under a path, (num_tokens,).
 
-    An end-of-document token separates documents, like in training; none follows the last document.
-
-    Args:
-        path: a file, a folder or a glob; see `data.corpus.paths`.
-        option: name of the option with the path, for messages.
-
-    Returns:
-        (num_tokens,) ids of the tokenizer, two or more.
-
-    Raises:
-        ConfigError: the path cannot be read, is not UTF-8 text, has fewer than two tokens, or has ids of
-            another tokenizer.
+    An end-of-document token separates documents, like in training; none follows the last document. Raises
+    ConfigError, naming the `option`, if the path cannot be read, is not UTF-8 text, has fewer than two
+    tokens, or has ids of another tokenizer.
     """
     if path.suffix in SUFFIXES and path.exists():
         tokens = TokenSequence.of([path], tokenizer.dtype)[:]

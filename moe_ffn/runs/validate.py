@@ -37,11 +37,7 @@ class Hardware:
 
 
 def find_mistakes(config: TrainConfig, *, is_new: bool = True) -> list[ConfigError]:
-    """Return the mistakes in a config, one error each; empty if the run may begin.
-
-    Args:
-        is_new: true if the run makes a folder; false for a resumed run, which has a folder.
-    """
+    """Return the mistakes in a config, one error each; empty if the run may begin (if new, in a folder)."""
     if mistakes := _collect(
         *([partial(check_run_folder, config)] if is_new and is_first_rank() else []),
         partial(_check_sizes, config),
@@ -83,8 +79,7 @@ def _collect(*checks: Callable[[], object]) -> list[ConfigError]:
 def find_hardware(config: TrainConfig) -> Hardware:
     """Return the hardware that Lightning selects for the options of the Trainer.
 
-    Raises:
-        ConfigError: Lightning rejects the options, or the launcher started a different number of processes.
+    Raises ConfigError if Lightning rejects the options, or the launcher started another number of processes.
     """
     arguments = config.trainer.lightning_arguments()
     quiet: dict[str, Any] = dict.fromkeys(
@@ -128,11 +123,7 @@ def _check_precision(hardware: Hardware) -> None:
 
 
 def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
-    """Return the layout of a run's model on its ranks.
-
-    Raises:
-        ConfigError: the model, the precision or the optimizer does not allow the layout.
-    """
+    """Return a run's layout; ConfigError if the model, the precision or the optimizer does not allow it."""
     layout = _layout_of(config, num_ranks)
     if config.parallel is None:
         return layout

@@ -273,18 +273,13 @@ class Comparison:
     ) -> Comparison:
         """Compare finished runs.
 
-        Args:
-            baseline: name of an arm; by default the first arm with the most common prediction task. For arms
-                of a grid, such as `gelu,d_model=64`, the name may be the part before the first comma: then
-                each arm is compared with that arm at the same grid values.
-            baselines: arm -> arm to compare it with, in place of the baseline; None: no arm.
-            arms: names in the order to show; other arms follow in the order of the runs.
-            step_seconds: arm -> seconds of a step, if measured separately from the runs.
-            margin: largest difference that counts as equality, in nats per token.
+        The `baseline` is by default the first arm with the most common prediction task. For arms of a grid,
+        such as `gelu,d_model=64`, it may be the part before the first comma: then each arm is compared with
+        that arm at the same grid values. `baselines` (arm -> arm, or None) replace it. Arms are shown in the
+        order of `arms`, then of the runs. `step_seconds` are measured separately from the runs.
 
-        Raises:
-            ConfigError: the runs differ in data, tokenizer or validation windows; runs of one arm differ in
-                their options; or no arm has the name of the baseline.
+        Raises ConfigError if the runs differ in data, tokenizer or validation windows, runs of one arm differ
+        in their options, or no arm has the name of the baseline.
         """
         require_comparable(results)
         groups: dict[str, list[RunResult]] = {name: [] for name in arms}
@@ -350,11 +345,7 @@ def _default_baseline(groups: Mapping[str, Sequence[RunResult]]) -> str:
 
 
 def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
-    """Return arm -> the arm that it is compared with; None for a baseline.
-
-    Raises:
-        ConfigError: no arm has the name of the baseline.
-    """
+    """Return arm -> the arm it is compared with (None for a baseline); ConfigError for an unknown one."""
     known = set(arms)
     if baseline in known:
         return {arm: None if arm == baseline else baseline for arm in arms}

@@ -187,10 +187,8 @@ class StudyConfig(Config, frozen=True):
     def planned_runs(self) -> list[PlannedRun]:
         """Return every run, seed by seed, with the tuning runs last.
 
-        A tuning run that equals a run of its arm is left out.
-
-        Raises:
-            ConfigError: options of a run are wrong, with the path in the study file; two arms are equal.
+        A tuning run that equals a run of its arm is left out. Raises ConfigError if options of a run are
+        wrong, with the path in the study file, or two arms are equal.
         """
         runs: dict[str, PlannedRun] = {}
         for seed in self.seeds:
@@ -248,12 +246,8 @@ class StudyConfig(Config, frozen=True):
     ) -> StudyConfig:
         """Read a study; its name is the stem of its file, or the folder of a `study.yaml`.
 
-        Args:
-            given: name or seeds that replace those in the file.
-            overrides: options of all runs, over everything in the file.
-
-        Raises:
-            ConfigError: the file cannot be read, or is not a study.
+        A name or seeds in `given` replace those in the file; `overrides` are options of all runs, over
+        everything in the file. Raises ConfigError if the file cannot be read, or is not a study.
         """
         options = read_yaml(path, where=f"'{path}'")
         if not (options.get("arms") or options.get("grid")):

@@ -57,13 +57,9 @@ def measure_coordinates(
 ) -> Coordinates:
     """Train a model at several sizes for a few steps at the peak learning rate, and measure its activations.
 
-    All sizes use the seed of `config` and the same batches. Activations are measured on the first batch.
-
-    Args:
-        option: dotted option of a training run that takes numbers, such as `model.d_model`.
-
-    Raises:
-        ConfigError: a value is not valid for the option, or the corpus cannot be used.
+    The sizes are values of a dotted option, such as `model.d_model`. All use the seed of `config` and the
+    same batches; activations are measured on the first. Raises ConfigError if a value is not valid for the
+    option, or the corpus cannot be used.
     """
     constant = {"type": "constant", "warmup_steps": 0}
     options = merge(config.to_dict(), {"optimizer": {"schedule": constant}})

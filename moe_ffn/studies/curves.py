@@ -35,8 +35,7 @@ def loss_by_flops(
 ) -> Mapping[str, Sequence[Point]]:
     """Return arm (its name before the first comma) -> points of its runs, sorted by FLOPs.
 
-    Args:
-        initial_flops: training FLOPs of the initial model, added to runs with `init_from`.
+    Runs with `init_from` count the `initial_flops` of that model too.
     """
     by_arm: dict[str, dict[float, list[float]]] = {}
     for result in results:
@@ -70,10 +69,9 @@ def gaps(one: Sequence[Point], other: Sequence[Point]) -> Sequence[tuple[float, 
 
 
 def crossover(one: Sequence[Point], other: Sequence[Point]) -> float | None:
-    """Return the FLOPs from which the loss of `other` stays at or below that of `one`; see `gaps`.
+    """Return the FLOPs from which the loss of `other` stays at or below that of `one`; None without them.
 
-    Returns:
-        None if the curves do not cross in the range that both cover.
+    See `gaps`: only the range that both curves cover counts.
     """
     points = gaps(one, other)
     above = [index for index, (_, gap) in enumerate(points) if gap > 0]
@@ -120,15 +118,11 @@ class Leverage:
 def leverage(dense: Mapping[int, CurvePoints], moe: Mapping[int, CurvePoints]) -> Leverage:
     """Divide the FLOPs of the dense model by those of the MoE at the same loss; above 1 the MoE saves FLOPs.
 
-    Curves are compared within a seed, at the lowest loss that both reach.
+    The curve of a seed is one run, the final losses of several sizes, or for the MoE a single point. Curves
+    are compared within a seed, at the lowest loss that both reach.
 
-    Args:
-        dense: seed -> curve of the dense model: one run, or the final losses of several sizes.
-        moe: seed -> curve of the MoE; a single point, such as its final loss, if the dense curve reaches it.
-
-    Raises:
-        ConfigError: the arms share no seed, a value is not positive and finite, FLOPs do not rise, or the
-            curves of some seed have no loss in common. Leaving out such seeds would bias the mean.
+    Raises ConfigError if the arms share no seed, a value is not positive and finite, FLOPs do not rise, or
+    the curves of some seed have no loss in common. Leaving out such seeds would bias the mean.
     """
     seeds = sorted(set(dense) & set(moe))
     if not seeds:

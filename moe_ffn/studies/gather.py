@@ -45,14 +45,10 @@ class Gathered:
     """Timing files of the studies; see `TIMING_FILE`."""
 
     def compare(self, baseline: str | None = None, margin: float | None = None) -> Comparison:
-        """Return the comparison of the results, with the arms, baseline and question of their study.
+        """Return the comparison of the results, with the arms, baseline, margin and question of their study.
 
-        Args:
-            baseline: arm to compare the others with; by default the study's baseline.
-            margin: largest difference that counts as equality, in nats per token; by default the study's.
-
-        Raises:
-            ConfigError: the results are not comparable, or there is no such arm.
+        A given baseline or margin (in nats per token) replaces the study's. Raises ConfigError if the results
+        are not comparable, or there is no such arm.
         """
         study = self.study
         found = Comparison.of(
@@ -90,8 +86,7 @@ class Gathered:
     def write(self, folder: Path) -> None:
         """Write results, study and timing into `folder`, for a commit.
 
-        Raises:
-            ConfigError: the folder cannot be written, or its table is damaged.
+        Raises ConfigError if the folder cannot be written, or its table is damaged.
         """
         with explaining(f"'{folder}' cannot be written", "choose another folder"):
             make_folder(folder)
@@ -126,13 +121,9 @@ def _one_study(studies: Sequence[StudyConfig]) -> StudyConfig | None:
 
 
 def gather(paths: Sequence[Path]) -> Gathered:
-    """Read every run and every committed result once.
+    """Read every run and every committed result once, from runs, folders with runs or a table, or tables.
 
-    Args:
-        paths: runs, folders that contain runs or a table of results, or tables.
-
-    Raises:
-        ConfigError: a path has no results, or no result can be compared.
+    Raises ConfigError if a path has no results, or no result can be compared.
     """
     sources = {source.path.resolve(): source for path in paths for source in _sources(path)}
     found: list[_Source] = []
@@ -213,8 +204,7 @@ def _set_arms(found: Sequence[_Source]) -> None:
 def _each_once(found: Sequence[_Source]) -> list[RunResult]:
     """Return one result per arm and seed; a run and its committed result count as one.
 
-    Raises:
-        ConfigError: two runs of an arm have the same seed but different results.
+    Raises ConfigError if two runs of an arm have the same seed but different results.
     """
     unique: dict[tuple[str, int], _Source] = {}
     for source in found:
@@ -283,11 +273,7 @@ class _Source:
 
 
 def _sources(path: Path) -> Iterator[_Source]:
-    """Yield the run at `path`, or all runs and table lines in it.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Yield the run at `path`, or all runs and table lines in it; ConfigError if there are none."""
     if is_run(path):
         yield _Source(path, _study_of(path.resolve().parent))
         return

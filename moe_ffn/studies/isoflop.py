@@ -44,9 +44,8 @@ class Parabola:
 def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int = 0) -> Parabola:
     """Fit a parabola of the loss in log(size) by least squares; its minimum must lie within the sizes.
 
-    Raises:
-        ConfigError: a value is not positive and finite, the loss is the same in all runs, or there are fewer
-            than three sizes or four runs.
+    Raises ConfigError if a value is not positive and finite, the loss is the same in all runs, or there are
+    fewer than three sizes or four runs.
     """
     x, y = positive_logs("size", sizes), np.exp(positive_logs("loss", losses))
     check_runs({"size": x}, y, 3)
@@ -124,13 +123,8 @@ class IsoFlop:
 def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence[float]) -> IsoFlop:
     """Fit a parabola in log N at each budget, and a power law through the minima (approach 2).
 
-    Args:
-        flops: training FLOPs of each run; runs that differ by less than 5 % share a budget.
-        sizes: parameters of each run, total or active.
-        losses: loss of each run, in nats.
-
-    Raises:
-        ConfigError: lengths differ, or a value is not positive and finite.
+    Runs whose training FLOPs differ by less than 5 % share a budget. Sizes are parameters, total or active;
+    losses are in nats. Raises ConfigError if lengths differ, or a value is not positive and finite.
     """
     logs = positive_logs("FLOPs", flops)
     for name, values in {"sizes": sizes, "losses": losses}.items():

@@ -134,11 +134,7 @@ class RunResult(_Value):
 
     @classmethod
     def of_run(cls, run: Run, study: StudyConfig | None = None) -> Self:
-        """Read the result of a run, finished or not; missing values are None.
-
-        Raises:
-            ConfigError: the files do not say the budget of the run.
-        """
+        """Read the result of a run, finished or not; missing values are None. ConfigError without budget."""
         arm = _SEED.sub("", run.folder.resolve().name)
         main_arm, tuning = (study and study.tuned_arms.get(arm)) or (arm, {})
         summary, facts = run.summary, run.facts
@@ -214,9 +210,7 @@ def lines_of(table: Path) -> Iterator[tuple[Path, bytes]]:
 def add_results(folder: Path, results: Iterable[RunResult]) -> None:
     """Add results to the table of a folder; each replaces an older one with the same arm and seed.
 
-    Raises:
-        ConfigError: the existing table is damaged; it is not changed.
-        OSError: the table cannot be written.
+    Raises ConfigError if the existing table is damaged, and OSError if it cannot be written.
     """
     table = folder / RESULTS_FILE
     older = lines_of(table) if table.exists() else ()
@@ -291,10 +285,8 @@ def _curve(
 def thinned(series: Series, max_points: int, *, is_mean: bool) -> tuple[list[int], list[float]]:
     """Replace groups of neighbours by one point each; return its steps and values, at most `max_points`.
 
-    A point has the last step and value of its group.
-
-    Args:
-        is_mean: each value is a mean since the previous one; then a point has the mean value of its group.
+    A point has the last step and value of its group, or if each value `is_mean` since the one before, their
+    mean.
     """
     size = -(-len(series) // max_points) or 1
     groups = [slice(start, start + size) for start in range(0, len(series), size)]

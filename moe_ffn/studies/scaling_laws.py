@@ -158,17 +158,11 @@ def fit(
     num_resamples: int = FIT_RESAMPLES,
     seed: int = 0,
 ) -> Fit:
-    """Fit a law to the final losses of runs, with intervals and an error on the largest runs.
+    """Fit a law to the final losses of runs, in nats, with intervals and an error on the largest runs.
 
-    Only `held_out_error` holds out the largest runs; the parameters are fitted to all runs.
-
-    Args:
-        variables: variable of the law -> its value in each run.
-        losses: final loss of each run, in nats.
-
-    Raises:
-        ConfigError: lengths differ, a value is not positive and finite, a variable or the loss is the same in
-            all runs, or there are no more runs than parameters.
+    Each variable has its value in each run. Only `held_out_error` holds out the largest runs; the parameters
+    are fitted to all runs. Raises ConfigError if lengths differ, a value is not positive and finite, a
+    variable or the loss is the same in all runs, or there are no more runs than parameters.
     """
     x = {name: positive_logs(name, variables[name]) for name in law.variables}
     y = positive_logs("loss", losses)

@@ -104,12 +104,9 @@ def paired_differences(
 ) -> dict[str, PairedDifference]:
     """Compare each arm with its baseline by Student's paired t, over two or more shared seeds.
 
-    The two runs of a seed share the data order and the initial weights outside the block, so that effects of
-    the seed on both runs cancel in the difference.
-
-    Args:
-        arms: name -> (loss of each seed, loss of the baseline in each seed).
-        margin: largest difference that counts as equality, in nats per token.
+    An arm has its loss and the baseline's in each seed, in nats per token. The two runs of a seed share the
+    data order and the initial weights outside the block, so that effects of the seed on both cancel in the
+    difference.
     """
     shared = {
         name: [losses[seed] - baseline[seed] for seed in losses if seed in baseline]

@@ -62,9 +62,8 @@ class UnreadableRunError(ConfigError):
 def is_finished(config: TrainConfig) -> bool:
     """Return True if the run with these options is finished.
 
-    Raises:
-        UnreadableRunError: the options of the finished run cannot be read.
-        ConfigError: its folder holds a finished run with other options.
+    Raises ConfigError if its folder holds a finished run with other options, or with options that cannot be
+    read (UnreadableRunError).
     """
     folder = run_folder.named_run_folder(config)
     if not run_folder.is_finished(folder):
@@ -80,10 +79,8 @@ def is_finished(config: TrainConfig) -> bool:
 def has_begun(config: TrainConfig) -> bool:
     """Return True if the run with these options was started and can be resumed.
 
-    An unfinished run with other options is moved to `UNFINISHED_FOLDER`.
-
-    Raises:
-        ConfigError: another process trains the run.
+    An unfinished run with other options is moved to `UNFINISHED_FOLDER`. Raises ConfigError if another
+    process trains it.
     """
     folder = run_folder.named_run_folder(config)
     if not folder.exists():
@@ -102,9 +99,7 @@ def has_begun(config: TrainConfig) -> bool:
 def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Return the options, or custom code, that differ from the run in `folder`: name -> (old, new).
 
-    Raises:
-        UntrustedCodeError: the options of the run name untrusted code.
-        UnreadableRunError: the options of the run cannot be read.
+    Raises UntrustedCodeError if its options name untrusted code, UnreadableRunError if they cannot be read.
     """
     try:
         saved = run_folder.saved_config(folder)
@@ -147,11 +142,7 @@ class Job:
         return self.run.folder.parent / LOGS_FOLDER / f"{self.name}.log"
 
     def update_state(self) -> None:
-        """Set `state` to `finished` if the run is finished.
-
-        Raises:
-            ConfigError: the folder holds another run.
-        """
+        """Set `state` to `finished` if the run is finished; ConfigError if the folder holds another run."""
         try:
             if is_finished(self.run.config):
                 self.state = "finished"
@@ -164,11 +155,8 @@ class Job:
     def start(self, num_threads: int, trust_code: bool) -> str:
         """Start the process, unless the run is finished or another process trains it.
 
-        Returns:
-            `training` or `resuming`; an empty string if no process was started.
-
-        Raises:
-            ConfigError: the folder holds another run, or a file cannot be written.
+        Returns `training`, `resuming`, or an empty string. Raises ConfigError if the folder holds another
+        run, or a file cannot be written.
         """
         with explaining(f"'{self.log}' cannot be written"):
             make_folder(self.log.parent)
@@ -422,11 +410,7 @@ def format_duration(seconds: float) -> str:
 
 
 def write_study(study: StudyConfig, folder: Path) -> None:
-    """Write the study into the folder of its runs.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the study into the folder of its runs; ConfigError if the file cannot be written."""
     with explaining(f"'{folder / STUDY_FILE}' cannot be written"):
         make_folder(folder)
         write_atomically(folder / STUDY_FILE, to_yaml(study))

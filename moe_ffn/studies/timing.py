@@ -51,12 +51,9 @@ def interleave(
 ) -> list[tuple[float, ...]]:
     """Run all candidates once per round; return for each candidate the seconds per call in each round.
 
-    A busy machine then slows all candidates equally. Garbage collection is off while the clock runs.
-
-    Args:
-        warmup: number of additional first rounds, which do not count.
-        patience: seconds of timed rounds after which `MIN_ROUNDS` rounds are enough.
-        clock: returns the time in seconds; torch's clock first waits for the GPU.
+    A busy machine then slows all candidates equally. Garbage collection is off while the `clock`, which waits
+    for the GPU, runs. The `warmup` rounds do not count; after `patience` seconds `MIN_ROUNDS` rounds are
+    enough.
     """
     seconds: list[list[float]] = [[] for _ in candidates]
     spent = 0.0
@@ -169,14 +166,9 @@ def time_arms(
 ) -> dict[str, StepTime]:
     """Time the training step (forward, objective, backward, clipping, optimizer) of every arm in one process.
 
-    Seeds and tuned options do not change the time of a step, so each arm is timed once.
-
-    Args:
-        rounds: number of timed rounds, after a warm-up round.
-        on_round: called with a description of the work that follows.
-
-    Raises:
-        ConfigError: the corpus cannot be used, or the loop does not support a precision.
+    Seeds and tuned options do not change the time of a step, so each arm is timed once; `on_round` gets a
+    description of what follows. Raises ConfigError if the corpus cannot be used, or the loop does not support
+    a precision.
     """
     arms: dict[str, TrainConfig] = {}
     for run in runs:

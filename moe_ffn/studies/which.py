@@ -112,8 +112,7 @@ ROUNDS = (
 def time_model(rounds: Sequence[Round], step_seconds: Mapping[str, float]) -> tuple[float, float]:
     """Return (a, b): run one by one, the rounds take a + b * steps seconds, with `steps` in the last round.
 
-    Args:
-        step_seconds: candidate -> seconds of a step. The slowest candidates are assumed to survive.
+    The slowest candidates, by their seconds of a step, are assumed to survive.
     """
     # Without a backward pass, validation takes a third of the time of training on its tokens.
     validation_steps = NUM_VALIDATIONS * VALIDATION_TOKENS / (3 * TOKENS_PER_STEP)
@@ -131,12 +130,7 @@ def time_model(rounds: Sequence[Round], step_seconds: Mapping[str, float]) -> tu
 def full_steps(
     seconds: float, rounds: Sequence[Round], step_seconds: Mapping[str, float], jobs: int
 ) -> int:
-    """Return the number of steps in the last round with which these rounds take `seconds`.
-
-    Args:
-        step_seconds: as in `time_model`.
-        jobs: number of runs at a time.
-    """
+    """Return the steps of the last round with which these rounds, `jobs` runs at a time, take `seconds`."""
     fixed, per_step = time_model(rounds, step_seconds)
     return max(0, int((seconds * jobs - fixed) / per_step))
 
@@ -163,8 +157,7 @@ class Question(Config, frozen=True):
     ) -> Question:
         """Time steps; choose the largest width whose runs read enough tokens in the time, else the smallest.
 
-        Raises:
-            ConfigError: the time is too short, or the text cannot be used.
+        Raises ConfigError if the time is too short, or the text cannot be used.
         """
         text = prepare(_config(data, WIDTHS[0], {}).data)
         max_steps = MAX_PASSES * len(text.train) // TOKENS_PER_STEP
@@ -283,11 +276,7 @@ class Search:
         self.question, self.folder, self.say = question, folder, say
 
     def run(self) -> Answer:
-        """Train all rounds and return the answer.
-
-        Raises:
-            ConfigError: a run failed, or a file cannot be written.
-        """
+        """Train all rounds and return the answer; ConfigError if a run fails, or a file cannot be written."""
         arms: Sequence[str] = [*BLOCKS]
         step_seconds: Mapping[str, float] = self.question.step_seconds
         notes: list[str] = []
@@ -343,11 +332,9 @@ def _spent_seconds(compared: Comparison, jobs: int) -> float:
 
 
 def ranked(arms: Iterable[Arm], doublings: float = 0.0) -> list[Arm]:
-    """Sort arms by loss, the lowest first.
+    """Sort arms by loss, the lowest first, extrapolated to so many doublings of the steps.
 
-    Args:
-        doublings: number of doublings of the steps to which the loss is extrapolated; each is assumed to
-            change it as much as the second half of the run did.
+    Each doubling is assumed to change the loss as much as the second half of the run did.
     """
     return sorted(
         arms, key=lambda arm: arm.loss + doublings * fmean(map(last_doubling, arm.results))
@@ -355,11 +342,7 @@ def ranked(arms: Iterable[Arm], doublings: float = 0.0) -> list[Arm]:
 
 
 def survivors(compared: Comparison, following: Round, doublings: float = 0.0) -> list[str]:
-    """Return the best dense blocks and Mixtures of Experts, as many as the next round trains.
-
-    Args:
-        doublings: as in `ranked`.
-    """
+    """Return the best dense blocks and mixtures (see `ranked`), as many as the next round trains."""
     names = [arm.name for arm in ranked(compared.arms, doublings)]
     dense = [name for name in names if name in DENSE][: following.num_dense]
     return dense + [name for name in names if name in SPARSE][: following.num_sparse]

@@ -152,10 +152,8 @@ class AlarmsConfig(Config, frozen=True):
     def not_judged(self, num_steps: int, num_rows: int, *, is_routed: bool) -> list[str]:
         """Return one sentence for each kind of alarm that a run this short cannot raise.
 
-        Args:
-            num_steps: optimizer steps that the rows of training cover.
-            num_rows: rows with a loss.
-            is_routed: true if a block of the model routes tokens.
+        `num_steps` and `num_rows` count the rows of training with a loss, and `is_routed` is true if a block
+        routes.
         """
         sentences: list[str] = []
         if is_routed and num_steps < self.after_steps:
@@ -198,10 +196,6 @@ def resolve_precision(precision: str, device: str) -> str:
 
     A GPU with native bfloat16 gets bf16-mixed, every other device 32-true. The choice does not depend on
     timings, because the precision changes the result of a run.
-
-    Args:
-        precision: `auto`, or a precision of `lightning.Trainer`.
-        device: `torch.device.type`.
     """
     if precision != "auto":
         return precision

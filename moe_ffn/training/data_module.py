@@ -79,17 +79,13 @@ class ValidationLoader:
 
 
 class TokenData(LightningDataModule):
-    """Training windows, shuffled by the seed, and the fixed validation windows."""
+    """Training windows of the whole run, shuffled by the seed, and the fixed validation windows."""
 
     trainer: Trainer  # pyright: ignore[reportIncompatibleVariableOverride]  # None only before fit
 
     def __init__(
         self, config: DataConfig, data: PreparedData, *, num_batches: int, seed: int
     ) -> None:
-        """
-        Args:
-            num_batches: batches of the whole run: optimizer steps times accumulated batches.
-        """
         super().__init__()
         self.config = config
         self.data = data

@@ -59,11 +59,7 @@ def distillation_loss(
     """Return temperature^2 * KL(teacher || student) in nats per predicted token, in float32 or wider.
 
     The factor temperature^2 keeps the size of the gradient when the temperature changes (Hinton et al. 2015,
-    section 2).
-
-    Args:
-        teacher_logits_BSV: logits of the teacher, which get no gradient.
-        is_predicted_BS: true at positions whose next token is in the loss.
+    section 2). The teacher's logits get no gradient. Only positions in `is_predicted_BS` count.
     """
     dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
 
@@ -104,10 +100,7 @@ def stored_distillation_loss(
 
     sum_i p_i (log p_i - log q_i) + p_rest (log p_rest - log q_rest), where q_rest is the student's
     probability of all other tokens. It is at most the divergence over the whole vocabulary, and equal to it
-    for N = V.
-
-    Args:
-        is_predicted_BS: true at positions whose next token is in the loss.
+    for N = V. Only positions in `is_predicted_BS` count.
     """
     dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
     log_q_TV = logits_BSV[is_predicted_BS].to(dtype).log_softmax(-1)
@@ -133,11 +126,10 @@ def digests_of(tokenizer: Tokenizer, tokens: Any) -> dict[str, str]:
 def write_answers(
     path: Path, num_positions: int, top: int, about: Mapping[str, str], parts: Iterable[Answers]
 ) -> None:
-    """Write answers to a safetensors file, part by part to save memory. The file appears when it is complete.
+    """Write answers (T, N) at consecutive positions to a safetensors file, which appears when it is complete.
 
-    Args:
-        about: strings for the file's header, among them `digests_of`.
-        parts: answers (T, N) at consecutive positions, in order; `num_positions` in total.
+    Parts save memory; they have `num_positions` positions in total. `about`, strings for the file's header,
+    includes `digests_of`.
     """
     kinds = {"token_ids": ("I32", [top]), "log_probs": ("F32", [top]), "log_rest": ("F32", [])}
     header: dict[str, Any] = {"__metadata__": dict(about)}
@@ -160,14 +152,7 @@ class StoredAnswers:
     """A memory-mapped file with the answers of a teacher at each position of a training split."""
 
     def __init__(self, path: Path, option: str) -> None:
-        """Open a file.
-
-        Args:
-            option: option that names the file, for messages.
-
-        Raises:
-            ConfigError: the file holds no stored answers.
-        """
+        """Open the file that `option` names; ConfigError if it holds no stored answers."""
         self.path, self.option = path, option
         make = "write one with moe-ffn evaluate RUN --store-answers FILE"
         if kind_of(path) != "a file":

@@ -65,13 +65,9 @@ def strided_batches(
 ) -> Iterator[Batch]:
     """Yield windows over a whole text, `stride` apart; every token but the first is predicted exactly once.
 
-    Targets of earlier windows are `IGNORED_TARGET`. A smaller stride gives each token more context. The last
-    window ends at the end of the text, so it may begin less than a stride after the window before it.
-
-    Args:
-        tokens: (num_tokens,) ids, at least two.
-        seq_len: tokens of a window; a shorter text is one window.
-        stride: tokens between the starts of two windows, from 1 to `seq_len`.
+    Targets of earlier windows are `IGNORED_TARGET`. A smaller stride, from 1 to `seq_len`, gives each token
+    more context. The last window ends at the end of the text, so it may begin less than a stride after the
+    window before it. The text has two `tokens` or more; if it is shorter than `seq_len`, it is one window.
     """
     seq_len = min(seq_len, len(tokens) - 1)
     last = len(tokens) - 1 - seq_len

@@ -102,12 +102,8 @@ class LanguageModel(LightningModule):
     ) -> None:
         """Build a decoder with weights drawn from torch's global generator.
 
-        Args:
-            byte_lengths: (V,), bytes of text of each token; V is the size of the vocabulary.
-            max_steps: optimizer steps of the learning rate schedule.
-            seed: seed of all random numbers inside a step, such as dropout.
-            layout: layout of the ranks. A sharded decoder is on the meta device until `configure_model`.
-            compiles: true to compile the decoder with torch.compile.
+        `byte_lengths` (V,) are the bytes of text of each token. `seed` determines all random numbers inside a
+        step, such as dropout. A sharded decoder is on the meta device until `configure_model`.
         """
         super().__init__()
         text_sizes = len(byte_lengths), max_seq_len
@@ -157,11 +153,9 @@ class LanguageModel(LightningModule):
         )
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace initial weights of the decoder with `weights`.
+        """Replace initial weights of the decoder by these: name -> whole tensor, equal on every rank.
 
-        Args:
-            weights: name in the decoder -> whole tensor, equal on every rank; a sharded model reads them in
-                `configure_model`.
+        A sharded model reads them in `configure_model`.
         """
         if self._layout.is_sharded:
             self._initial_weights = weights
@@ -169,11 +163,7 @@ class LanguageModel(LightningModule):
             _copy_into(self.decoder, weights)
 
     def set_teacher(self, teacher: Decoder | StoredAnswers) -> None:
-        """Set the teacher of `objective.distill`.
-
-        Args:
-            teacher: a decoder in evaluation mode, whole on each rank, or its stored answers.
-        """
+        """Set the teacher of `objective.distill`: a decoder in evaluation mode, or its stored answers."""
         if isinstance(teacher, StoredAnswers):
             self._answers = teacher
         else:
@@ -371,11 +361,7 @@ class LanguageModel(LightningModule):
         return False
 
     def _find_nan_source(self, gradient_scale: float) -> str | None:
-        """Repeat the step, and return the name of the first NaN or infinite value on any rank.
-
-        Args:
-            gradient_scale: factor of the loss before the backward pass, for float16.
-        """
+        """Repeat the step, and return the name of the first NaN or infinite value on any rank."""
 
         def forward(batch: LoadedBatch) -> Objective:
             self._seed_batch(batch["index"])

@@ -68,11 +68,7 @@ class CouplingConfig(Config, frozen=True):
     """Multiply the rows by noise, so that they represent the tokens around them."""
 
     def unsupported_reason(self, infos: Mapping[str, RouterInfo]) -> str:
-        """Return the reason why a model cannot have the loss, with an alternative; empty if it can.
-
-        Args:
-            infos: routers by layer.
-        """
+        """Return the reason why a model with these routers cannot have the loss; empty if it can."""
         mixtures = {layer: info for layer, info in infos.items() if info.experts is not None}
         if not mixtures:
             return "couples routers with experts, but no layer has both; use model.ffn.type 'moe'"
@@ -166,13 +162,9 @@ def objective(
 ) -> Objective:
     """Return the cross-entropy, or its average with a distillation loss, plus weighted balancing losses.
 
-    A loss of weight 0 is computed only if it is `logged_at_zero_weight`.
-
-    Args:
-        sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; None for the initial weight.
-        step_totals: counts over the optimizer step; None if this batch is the whole step.
-        teacher_logits_BSV: logits of the teacher of `weights.distill`, if there is one.
-        answers: stored answers of the teacher, (B, S), instead of its logits.
+    A loss of weight 0 is computed only if it is `logged_at_zero_weight`. `sparsity_weight`, of
+    `relu_sparsity`, comes from `BalanceUpdater`; None: the initial weight. Without `step_totals` this batch
+    is the whole step. The teacher of `weights.distill` gives its logits or stored `answers`, (B, S).
     """
     cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
     if sparsity_weight is None:
@@ -214,17 +206,9 @@ def mask_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Mask tokens for masked language modelling (Devlin et al. 2018, BERT, section 3.1).
 
-    Every sequence has the same number of predicted tokens, so the loss of a batch is the mean of the losses
-    of its equal parts.
-
-    Args:
-        token_ids_BS: int64 (B, S), below `mask_token_id`.
-        fraction: fraction of the tokens to predict; at least one token of each sequence.
-        mask_token_id: id of the mask token, V.
-        generator: generator on the device of the tokens; None for torch's global generator.
-
-    Returns:
-        inputs and targets, int64 (B, S); the target of a token that is not predicted is `IGNORED_TARGET`.
+    Returns inputs and targets, int64 (B, S); a token that is not predicted has the target `IGNORED_TARGET`. A
+    `fraction` of each sequence is predicted, at least one token, so the loss of a batch is the mean of the
+    losses of its equal parts. `mask_token_id` is V; the `generator` is by default torch's global one.
     """
     batch, length = token_ids_BS.shape
 
@@ -253,9 +237,7 @@ def inputs_and_targets(
 ) -> tuple[Tensor, Tensor]:
     """Return inputs and targets: the next tokens, or the masked tokens if the model is not causal.
 
-    Args:
-        next_ids_BS: the next token of each position, or `IGNORED_TARGET` to predict nothing there.
-        masked_fraction, generator: see `mask_tokens`.
+    A position whose next id is `IGNORED_TARGET` predicts nothing. For other arguments see `mask_tokens`.
     """
     if decoder.config.causal:
         return token_ids_BS, next_ids_BS
@@ -274,10 +256,8 @@ def token_losses(
 ) -> tuple[DecoderOutput, Tensor, Tensor]:
     """Return the output for a validation batch, the loss of each token in nats, (B, S), and the targets.
 
-    A position without a target has loss 0.
-
-    Args:
-        batch_index: seed of the masks: every validation masks the same tokens, on any number of ranks.
+    A position without a target has loss 0. `batch_index` is the seed of the masks: every validation masks the
+    same tokens, on any number of ranks.
     """
     generator = torch.Generator(token_ids_BS.device).manual_seed(max(batch_index, 0))
     input_ids_BS, targets_BS = inputs_and_targets(
@@ -310,9 +290,7 @@ def add_coupling_gradient(decoder: nn.Module, config: CouplingConfig, seed: int)
     """Add the gradient of the weighted coupling loss to `.grad`; return the loss, the mean over layers.
 
     A sharded model gathers the router and the experts of one layer at a time, so every rank has to call this.
-
-    Args:
-        seed: seed of the noise, equal on all ranks.
+    The `seed` of the noise is equal on all ranks.
     """
     from moe_ffn.training.parallel.sharding import full_tensor, shard_like  # takes seconds
 

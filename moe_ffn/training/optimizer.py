@@ -304,11 +304,9 @@ def refined_groups(
 ) -> list[dict[str, Any]]:
     """Split parameter groups by `config.groups` and by the learning rates of the model's parametrization.
 
-    A parametrization does not change the weight decay per step, which is learning rate times weight decay.
-    A group whose learning rate is scaled stores the factor as `lr_factor`.
-
-    Args:
-        groups: dictionaries with `params` and `weight_decay`; `lr` is `config.learning_rate` if absent.
+    A parametrization does not change the weight decay per step, which is learning rate times weight decay. A
+    group whose learning rate is scaled stores the factor as `lr_factor`; a group without `lr` has that of
+    `config`.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     scales: Mapping[str, ParameterScale] = getattr(model, "scales", {})

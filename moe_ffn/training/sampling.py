@@ -57,11 +57,7 @@ def first_words(data: PreparedData) -> str:
 
 
 def encode_text(tokenizer: Tokenizer, text: str | bytes, max_seq_len: int, where: str) -> list[int]:
-    """Return the token ids of a text as one sequence.
-
-    Raises:
-        ConfigError: the text has more tokens than `max_seq_len`; the message begins with `where`, an option.
-    """
+    """Return the ids of a text as one sequence; ConfigError, naming `where`, for more than `max_seq_len`."""
     ids = tokenizer.encode(text).tolist()
     if len(ids) > max_seq_len:
         raise ConfigError(
@@ -74,8 +70,7 @@ def encode_text(tokenizer: Tokenizer, text: str | bytes, max_seq_len: int, where
 def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
     """Return the prompt of a run: the given one, or the first words of the validation split that fit.
 
-    Raises:
-        ConfigError: the given prompt has more than `seq_len` tokens.
+    Raises ConfigError if the given prompt has more than `seq_len` tokens.
     """
     if options.prompt is not None:
         encode_text(data.tokenizer, options.prompt, seq_len, "sample.prompt")
@@ -131,13 +126,8 @@ def stream_texts(
 ) -> Iterator[tuple[int, int, str]]:
     """Continue several prompts in one batch, until `options.num_tokens` or a stop string ends each.
 
-    Args:
-        prompts: token ids of each prompt.
-        seed: seed of the sampling; the same seed gives the same texts.
-        observe: see `Decoding`; unlike there, it also receives the output for the last token.
-
-    Yields:
-        index of a prompt, a new token, and the piece of text that the token completes.
+    Yields the index of a prompt, a new token, and the piece of text that the token completes. The same seed
+    gives the same texts. `observe` is that of `Decoding`, but also receives the output for the last token.
     """
     device = next(decoder.parameters()).device
     decoding = Decoding(

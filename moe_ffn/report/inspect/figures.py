@@ -42,9 +42,7 @@ def agreements(inspection: Inspection) -> go.Figure:
 def taken(inspection: Inspection, router_name: str, attribute_name: str) -> go.Figure:
     """Draw the share of each label in the tokens of each expert, as a multiple of its share of the text.
 
-    Args:
-        router_name: such as `layer_03`.
-        attribute_name: such as `byte class`; see `inspection.attributes`.
+    A router is named like `layer_03`, an attribute like `byte class`; see `inspection.attributes`.
     """
     router = find(inspection.routers, router_name, "router")
     known = {attribute.name: attribute for attribute in inspection.attributes if attribute.names}

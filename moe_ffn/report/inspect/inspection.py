@@ -74,13 +74,9 @@ class Inspection:
 
 
 def inspect_run(run: Run, text: TokenizedText, layers: Sequence[int] | None = None) -> Inspection:
-    """Inspect the best weights of a run on a text, in evaluation mode.
+    """Inspect the best weights of a run on a text, in evaluation mode; all layers, or only these.
 
-    Args:
-        layers: only these layers; None for all.
-
-    Raises:
-        ConfigError: the model lacks a layer, or the text has fewer than `TOP_K` tokens.
+    Raises ConfigError if the model lacks a layer, or the text has fewer than `TOP_K` tokens.
     """
     return inspect_model(run.model, text, layers)
 

@@ -97,8 +97,7 @@ class TokenizedText:
 def text_of_run(run: Run, num_tokens: int) -> TokenizedText:
     """Return windows of the run's validation split, spread evenly over it.
 
-    Raises:
-        ConfigError: the corpus cannot be read, or has changed since training.
+    Raises ConfigError if the corpus cannot be read, or has changed since training.
     """
     config, data = run.config.data, prepare_data(run, _ADVICE)
     names = {digest: name for name, digest in data.documents.digests or ()}
@@ -115,11 +114,7 @@ def text_of_run(run: Run, num_tokens: int) -> TokenizedText:
 
 
 def text_of_file(run: Run, path: Path, num_tokens: int) -> TokenizedText:
-    """Return windows of a text file, spread evenly over it.
-
-    Raises:
-        ConfigError: the file cannot be read, or has fewer than two tokens.
-    """
+    """Return windows of a text file, spread evenly; ConfigError without two tokens that can be read."""
     content = read_text(path)
     ids = run.tokenizer.encode(content).numpy()
     if len(ids) < 2:
@@ -147,13 +142,11 @@ def text_of_tokens(
     names: Mapping[str, str] = MappingProxyType({}),
     no_syntax: str = "",
 ) -> TokenizedText:
-    """Return windows of a token sequence, evenly spread; it needs two tokens or more.
+    """Return windows of two or more token ids, evenly spread; the ids may be memory-mapped.
 
-    Args:
-        tokens: (num_tokens,) ids, which may be memory-mapped; each document ends with an end of document.
-        num_tokens: tokens in all windows together, rounded up to whole windows.
-        names: sha256 of the bytes of a document -> its name.
-        no_syntax: reason why the text is not parsed as Python source; empty to parse it.
+    Each document ends with an end of document. `num_tokens`, of all windows, is rounded up to whole windows.
+    `names` maps the sha256 of a document to its name. A reason in `no_syntax` leaves the text unparsed;
+    without one it is Python source.
     """
     seq_len = min(seq_len, len(tokens) - 1)
     starts = spread_starts(len(tokens), seq_len, max(-(-num_tokens // seq_len), 1))

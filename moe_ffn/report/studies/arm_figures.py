@@ -86,10 +86,8 @@ def axes_of(arms: Sequence[Arm], of: Split) -> list[XAxis]:
 def losses(arms: Sequence[Arm], over: XAxis = "tokens", of: Split = "validation") -> go.Figure:
     """Draw the mean loss of each arm over training, with its 95 % interval over seeds.
 
-    An arm with fewer than `MIN_SEEDS` seeds has a line per seed instead.
-
-    Args:
-        of: `validation`, or `train` for the loss of the training steps.
+    An arm with fewer than `MIN_SEEDS` seeds has a line per seed instead. The losses are those of the
+    validations, or of the training steps.
     """
     traces: list[go.Scatter] = []
     late_losses: list[Interval] = []
@@ -173,11 +171,7 @@ def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> l
 
 
 def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
-    """Draw final losses over the cost of training; a line joins the arms on the Pareto frontier.
-
-    Args:
-        cost: one of `COSTS`.
-    """
+    """Draw final losses over one of the `COSTS` of training; a line joins the arms on the Pareto frontier."""
     arms = comparison.arms
     costs = [COSTS[cost](arm) for arm in arms]
     known = [value for value in costs if value is not None]
@@ -290,11 +284,7 @@ def differences(comparison: Comparison) -> go.Figure:
 
 
 def tuning(comparison: Comparison, tuned: Tuning) -> go.Figure:
-    """Draw the final loss of each arm over the values of the tuned option.
-
-    Args:
-        tuned: one of `comparison.tuning`.
-    """
+    """Draw the final loss of each arm over the values of an option of `comparison.tuning`."""
     if not any(tuned.losses.values()):
         raise NotMeasuredError(f"no arm was tuned over {tuned.option}")
     traces: list[go.Scatter] = []

@@ -39,11 +39,7 @@ class SizedLine:
 def over_sizes(
     lines: Sequence[SizedLine], size: str, title: str, value: str = LOSS_AXIS
 ) -> go.Figure:
-    """Draw values over a size: a dot per seed, means with 95 % intervals, and fitted laws.
-
-    Args:
-        size, value: titles of the axes.
-    """
+    """Draw values over a size: a dot per seed, means with 95 % intervals, and fitted laws."""
     traces: list[go.Scatter] = []
     for number, line in enumerate(lines):
         traces += _traces_of(number, line)

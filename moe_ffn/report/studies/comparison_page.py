@@ -61,10 +61,8 @@ def comparison_html(
 ) -> str:
     """Return the page of a comparison of runs or of committed results.
 
-    Args:
-        comparison: None if the runs cannot be compared; `problem` gives the reason.
-        output: path of the page, used for links to the pages of runs and to a shared script.
-        runs: runs whose balance, alarms and progress the page shows.
+    Without a comparison, `problem` gives the reason. The page at `output` links to the pages of runs and to a
+    shared script, and shows balance, alarms and progress of `runs`.
     """
     arms = list(comparison.arms) if comparison else []
     arm_of_folder = gathered.arms if comparison else {}
@@ -119,12 +117,9 @@ def comparison_html(
 def plots_of_arms(
     comparison: Comparison | None, arms: Sequence[Arm], runs: Mapping[str, Sequence[Run]]
 ) -> dict[str, list[Plot]]:
-    """Return section of `runs.html` -> its plots.
+    """Return section of `runs.html` -> its plots; without a comparison only the curves of the arms.
 
-    Args:
-        comparison: None if the runs cannot be compared; then only curves are drawn.
-        arms: all arms with curves; their order determines the colours.
-        runs: arm -> its runs, in the same order.
+    The order of `arms` determines the colours; `runs` has the runs of each arm in the same order.
     """
     answer: list[Plot] = []
     tuning: list[Plot] = []

@@ -83,13 +83,9 @@ class Board:
 
 
 def leaderboard(studies: Path, link: str = "studies") -> str:
-    """Return the page of all studies in a folder.
+    """Return the page of all studies in a folder, to whose pages it links by the path `link`.
 
-    Args:
-        link: path from the page to the folder of the studies' pages.
-
-    Raises:
-        ConfigError: the folder has no budget with a dense block and another arm.
+    Raises ConfigError if the folder has no budget with a dense block and another arm.
     """
     seconds: dict[str, float] = {}
     timed_on: dict[str, list[str]] = {}

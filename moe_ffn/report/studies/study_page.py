@@ -68,11 +68,7 @@ class StudyPage:
         return f"![{alt}]({self.name}/{name}.svg)" if f"{name}.svg" in self.pictures else ""
 
     def write(self, folder: Path) -> list[Path]:
-        """Write `NAME.md`, `NAME/figures.html` and the study's row in the table of all studies.
-
-        Raises:
-            ConfigError: a file cannot be written.
-        """
+        """Write `NAME.md`, `NAME/figures.html` and the study's row in the table of all studies."""
         page, figures = folder / f"{self.name}.md", folder / self.name / FIGURES_FILE
         table = folder / SUMMARY_FILE
         with explaining(f"'{page}' cannot be written", "choose another folder"):
@@ -91,15 +87,10 @@ def study_page(
     step_seconds: Mapping[str, float] | None = None,
     file: str = "",
 ) -> StudyPage:
-    """Return the page of a study from the results of its finished runs.
+    """Return the page of a study, with the path of its `file`, from the results of its finished runs.
 
-    Args:
-        step_seconds: arm -> seconds per step, timed separately from the runs.
-        file: path of the study's file, for the commands on the page.
-
-    Raises:
-        ConfigError: no result belongs to an arm of the study, the results cannot be compared, or the study
-            shows a figure that is not drawn.
+    `step_seconds` (arm -> seconds per step) are timed separately from the runs. Raises ConfigError if no
+    result belongs to an arm, the results cannot be compared, or the study shows a figure that is not drawn.
     """
     names = study.arm_names
     own_results = [result for result in results if result.main_arm in names]

@@ -113,13 +113,10 @@ def explaining_early_end(run: TrainingRun) -> Iterator[None]:
 
 
 def finish(run: TrainingRun) -> None:
-    """Write and print the results.
+    """Write and print the results; raise TrainingError if a file of the results could not be written.
 
     If the last weights or the model cannot be written, no summary is written, so that `--resume` can finish
     the run.
-
-    Raises:
-        TrainingError: a file of the results could not be written.
     """
     config, folder, trainer, callbacks = run.config, run.folder, run.trainer, run.callbacks
     if trainer.global_step < (max_steps := config.trainer.max_steps):
@@ -160,10 +157,9 @@ def finish(run: TrainingRun) -> None:
 
 
 def write_model(run: TrainingRun) -> None:
-    """Write the best weights as a model folder inside the run's folder; other failures are warnings.
+    """Write the best weights as a model folder in the run; ConfigError if a file cannot be written.
 
-    Raises:
-        ConfigError: a file cannot be written.
+    Other failures are warnings.
     """
     tokenizer, decoder = run.data.tokenizer, run.module.decoder
     try:
@@ -176,11 +172,7 @@ def write_model(run: TrainingRun) -> None:
 
 
 def add_report(folder: Path) -> bool:
-    """Write the page of a run that has ended; a failure is a warning.
-
-    Returns:
-        False if the file cannot be written.
-    """
+    """Write the page of a run that has ended; a failure is a warning. False if it cannot be written."""
     try:
         write_report([folder], folder / run_folder.REPORT_FILE, has_ended=True)
     except Exception as error:  # an error in the page must not fail a finished run
@@ -242,11 +234,7 @@ def window_losses(losses_N: Tensor) -> list[float]:
 def write_summary(
     folder: Path, summary: Mapping[str, Any], callbacks: assemble.RunCallbacks
 ) -> None:
-    """Write the sample, the profile and `summary.json`, which marks the run as finished.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the sample, the profile and `summary.json`, which marks the run as finished."""
     if callbacks.samples.last:
         write_atomically(folder / "sample.txt", callbacks.samples.prompt + callbacks.samples.last)
     if callbacks.profile.text:

@@ -44,18 +44,12 @@ from moe_ffn.weights.init_from import Source, fit_weights, read_source, sha256_o
 def train(config: TrainConfig, resume: Resume | None = None) -> Path:
     """Validate the options, prepare the data, build and train the model, and write the results.
 
-    Args:
-        resume: the run to resume; None starts a new run.
-
-    Returns:
-        The folder of the run, on the first rank.
+    Returns the folder of the run, on the first rank. Without a run to `resume`, a new one starts.
 
     Raises:
         ConfigError: the options, the data or the folder cannot be used, and no new folder was made; or the
             run to resume has no intact checkpoint.
-        Interrupted: a signal ended the run.
-        Diverged: too many consecutive steps were skipped.
-        TrainingError: a rank was lost, or the results could not be written.
+        TrainingError: a signal ended the run, it diverged, a rank was lost, or results could not be written.
         SystemExit: the run was interrupted or diverged, on another rank than the first.
     """
     console = Console(quiet=not is_first_rank(), highlight=False, markup=False, soft_wrap=True)
@@ -122,9 +116,8 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
 def read_answers(config: TrainConfig, data: PreparedData, distill: DistillConfig) -> StoredAnswers:
     """Open the stored answers of a teacher.
 
-    Raises:
-        ConfigError: they were stored for another text or tokenizer, the run predicts masked tokens, or the
-            temperature is not 1.
+    Raises ConfigError if they were stored for another text or tokenizer, the run predicts masked tokens, or
+    the temperature is not 1.
     """
     option = "objective.distill.teacher"
     answers = StoredAnswers(expand_path(distill.teacher, option), option)
@@ -145,9 +138,7 @@ def read_answers(config: TrainConfig, data: PreparedData, distill: DistillConfig
 def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | StoredAnswers | None:
     """Read the teacher of `objective.distill`; None if there is none.
 
-    Raises:
-        ConfigError: its tokenizer, `causal` or its maximum length does not fit the run, or a weight is not
-            finite.
+    Raises ConfigError if its tokenizer, `causal` or length does not fit the run, or a weight is not finite.
     """
     if config.objective.distill is None:
         return None
@@ -193,8 +184,7 @@ def announce_teacher(
 ) -> str | None:
     """Print the teacher's folder and size, and return the hash of its weights; None without a teacher.
 
-    Raises:
-        ConfigError: a resumed run names the teacher it began with, but the weights or answers have changed.
+    Raises ConfigError if the teacher of a resumed run has changed.
     """
     if teacher is None or config.objective.distill is None:
         return None
@@ -247,11 +237,7 @@ def locked_by_first_rank(folder: Path) -> AbstractContextManager[None]:
 def announce_resume_point(
     resume: Resume, data: PreparedData, module: LanguageModel, console: Console
 ) -> ResumePoint:
-    """Find and print the step at which the run resumes, without changing a file.
-
-    Raises:
-        ConfigError: the run cannot be resumed.
-    """
+    """Find and print the step at which the run resumes, without changing a file; ConfigError if it cannot."""
     custom_code.warn_if_code_changed(resume.folder)
     check_documents(resume.folder, data.documents)
     max_steps = resume.config.trainer.max_steps

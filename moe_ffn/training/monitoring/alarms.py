@@ -152,13 +152,10 @@ class AlarmRules(Checkpointed):
     def check(
         self, step: int, num_steps: int, loss: float, routing: Mapping[str, RoutingValues]
     ) -> list[Alarm]:
-        """Return the alarms that a row of training raises.
+        """Return the alarms of a row of training that ends at `step` and covers `num_steps` steps.
 
-        Args:
-            step: optimizer step of the row.
-            num_steps: number of steps that the row covers.
-            loss: mean cross-entropy of the steps that were not skipped; nan if all were skipped.
-            routing: metrics of each sparse layer over these steps.
+        `loss` is the mean cross-entropy of the steps that were not skipped, nan without any. `routing` has
+        the metrics of each sparse layer over these steps.
         """
         problems: dict[_Problem, str] = {("loss_spike", None): self._spike(loss)}
         for layer, values in routing.items():
@@ -176,11 +173,7 @@ class AlarmRules(Checkpointed):
         ]
 
     def skipped(self, skipped: SkippedStep, limit: int) -> list[Alarm]:
-        """Return an alarm for a skipped step, unless another step was skipped shortly before.
-
-        Args:
-            limit: number of skipped steps in a row that end the run.
-        """
+        """Return an alarm for a skipped step, unless another step was skipped shortly before."""
         if not self._begins(skipped.step, 1, "skipped_step", None):
             return []
         message = f"skipped ({skipped.num_in_a_row} in a row, {limit} end the run): {skipped}"

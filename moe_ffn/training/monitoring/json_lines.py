@@ -69,10 +69,6 @@ class JsonLines:
     """Appends lines to a log; lines that cannot be written are kept and retried at the next call."""
 
     def __init__(self, path: Path, *, is_synced: bool = True) -> None:
-        """
-        Args:
-            is_synced: true to sync every line to the disk in `add`; otherwise only `sync` does.
-        """
         self.path = path
         self._is_synced = is_synced
         self._pending: list[bytes] = []
@@ -85,7 +81,7 @@ class JsonLines:
         return not self._pending
 
     def add(self, values: Iterable[Mapping[str, Any]]) -> None:
-        """Write each mapping as a line."""
+        """Write each mapping as a line, synced to the disk if `is_synced`."""
         self._pending.extend(f"{json.dumps(value)}\n".encode() for value in values)
         with self._failures.expected():
             self._write_pending()

@@ -88,12 +88,7 @@ class MetricsFile(Logger):
 
 
 class WandbRun(WandbLogger):
-    """Lightning logger for a started wandb run.
-
-    Args:
-        run: the result of `wandb.init`.
-        online: true if wandb uploads rows during training.
-    """
+    """Lightning logger for a run of `wandb.init`; it is `online` if wandb uploads rows during training."""
 
     def __init__(self, run: Any, online: bool) -> None:
         super().__init__(experiment=run)
@@ -112,11 +107,7 @@ class WandbRun(WandbLogger):
                 self.experiment.alert(title[:_MAX_ALERT_TITLE], text)
 
     def finish(self, status: str) -> None:
-        """End the run. Rows that were not uploaded in time stay on disk; a warning shows how to upload them.
-
-        Args:
-            status: `success` or `failed`.
-        """
+        """End the run. Rows not uploaded in time stay on disk; a warning shows how to upload them."""
         self._failed = False
         with self._warning_once(f"upload the rest with: {wandb_command('sync', self.experiment)}"):
             self.experiment.finish(exit_code=0 if status == "success" else 1)
@@ -138,10 +129,7 @@ def wandb_logger(
 ) -> tuple[WandbRun | None, str]:
     """Return a logger, or None if wandb is off, and one line about the state of wandb.
 
-    If `run_dir` has a wandb run already, that run is resumed.
-
-    Args:
-        facts: values for the config of the wandb run: options, code revision, parameter counts.
+    If `run_dir` has a wandb run already, that run is resumed. Its config gets the `facts`.
     """
     environment = os.environ.pop("WANDB_MODE", "")  # wandb itself rejects an empty value
     mode = {"dryrun": "offline"}.get(environment, environment)
@@ -258,13 +246,10 @@ def wandb_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
-    """Return a heat map of load relative to an even share; rows are layers, columns are experts.
+    """Return a heat map of load over the even share; rows are layers, columns are experts.
 
-    Layers may have different numbers of experts. The row of a layer that no token reached is blank, since its
-    loads are not finite.
-
-    Args:
-        loads: layer -> fraction of the layer's pairs on each expert, summing to 1.
+    `loads` maps a layer to the fraction of its pairs on each expert. Layers may have different numbers of
+    experts. The row of a layer that no token reached is blank, since its loads are not finite.
     """
     num_columns = max(map(len, loads.values()))
     # Plain lists, since plotly packs arrays into a format that older viewers cannot read.
@@ -317,11 +302,7 @@ class AlarmLog(Checkpointed):
 
 
 def close(loggers: Iterable[Logger], status: str = "success") -> None:
-    """Write pending rows and end the wandb run, so that a process can start another run.
-
-    Args:
-        status: `success` or `failed`.
-    """
+    """Write pending rows and end the wandb run, as `success` or `failed`, so that another run can start."""
     with ExitStack() as stack:  # close every logger, even if another fails because the disk is full
         for logger in loggers:
             if isinstance(logger, WandbRun):

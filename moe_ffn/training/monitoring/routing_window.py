@@ -53,11 +53,7 @@ def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") ->
 
 
 class RoutingByLayer(Checkpointed):
-    """Routing metrics of each sparse layer over batches and ranks.
-
-    Args:
-        measured: kinds of metrics; see `metrics.table`.
-    """
+    """Routing metrics of these kinds (see `metrics.table`) of each sparse layer, over batches and ranks."""
 
     def __init__(self, *measured: Measured) -> None:
         self.metrics = {
@@ -224,11 +220,7 @@ class RoutingWindow(Checkpointed):
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
         expert_capacities: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Add a batch.
-
-        Args:
-            in_last_step: true if it belongs to the step that ends the window.
-        """
+        """Add a batch; `in_last_step` is true if it belongs to the step that ends the window."""
         self._load.update(routings, expert_capacities=expert_capacities)
         if in_last_step:
             self._tokens.update(routings, shared_shares=shared_shares)
@@ -236,12 +228,9 @@ class RoutingWindow(Checkpointed):
     def close(
         self, step: int, num_steps: int, module: LanguageModel | None, num_ranks: int
     ) -> ByLayer:
-        """Return the metrics of each layer, on every rank; the next batch begins a new window.
+        """Return the metrics of each layer over `num_steps` steps, on every rank, and begin a new window.
 
-        Args:
-            step: current optimizer step.
-            num_steps: number of steps that the window covers.
-            module: model of the run, for churn and the correction bias; None leaves these metrics out.
+        Without a `module` there are no churn and no correction bias.
         """
         values = self._load.close()
         # Token metrics are missing if training ended before the last step of the row.

@@ -97,11 +97,8 @@ def _local_plan(
 ) -> Plan:
     """Return the plan of the received pairs, which are ordered by sending rank.
 
-    Adding the first row of each rank gives rows of all received tokens.
-
-    Args:
-        labels_N2: row of each pair, counted from the first row of its sending rank, and its local expert.
-        rows, pairs: number of rows and of pairs from each rank.
+    `labels_N2` has the local expert of a pair, and its row from the first row of its rank. Adding that first
+    row gives rows of all received tokens. `rows` and `pairs` count those of each rank.
     """
     row_ids_N, expert_ids_N = labels_N2.unbind(1)
     device = labels_N2.device

@@ -51,11 +51,7 @@ class ParallelConfig(Config, frozen=True):
         return self
 
     def layout(self, num_ranks: int) -> Layout:
-        """Return the mesh sizes for a run of `num_ranks` processes.
-
-        Raises:
-            ConfigError: the product of the sizes cannot be `num_ranks`.
-        """
+        """Return the mesh sizes for `num_ranks` processes; ConfigError if no product of them fits."""
         sizes = self.to_dict()
         known = math.prod(size for size in sizes.values() if size != REST)
         rest, remainder = divmod(num_ranks, known)

@@ -31,11 +31,7 @@ class Sharder:
     """
 
     def __init__(self, layout: Layout, device: str) -> None:
-        """Make the meshes for the ranks of the current process group.
-
-        Args:
-            device: device type of the ranks, `cpu` or `cuda`.
-        """
+        """Make the meshes for the ranks of the current process group, on `cpu` or `cuda`."""
         # Routings contain views, but no code changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         num_shards = layout.shard * layout.expert
@@ -148,12 +144,7 @@ def empty_shard_like(value: Any, parameter: Tensor) -> Any:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], part: Tensor, parameter: Tensor
 ) -> Tensor:
-    """Apply a function of complete matrices to a sharded tensor; return this rank's part of the result.
-
-    Args:
-        part: this rank's part of the tensor.
-        parameter: parameter that is sharded like the tensor.
-    """
+    """Apply a function of whole matrices to a tensor sharded like `parameter`, of which this is a part."""
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     splits_matrices = any(isinstance(place, Shard) and place.dim > 0 for place in placements)

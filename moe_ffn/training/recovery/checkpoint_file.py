@@ -77,11 +77,7 @@ def step_of(path: Path) -> int:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return all checkpoint files but the best, newest first and not verified; empty without a folder.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Return all checkpoint files but the best, newest first and not verified; empty without a folder."""
     if kind_of(folder) is None:
         return []
     files = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
@@ -92,9 +88,6 @@ def rename_skipped(folder: Path, step: int) -> None:
     """Rename each checkpoint after `step`, which a resumed run skipped, to `NAME.skipped`.
 
     Otherwise a later resume could use a checkpoint that does not belong to the resumed run.
-
-    Raises:
-        OSError: a file cannot be renamed.
     """
     for path in newest_first(folder):
         if step_of(path) > step:
@@ -102,12 +95,9 @@ def rename_skipped(folder: Path, step: int) -> None:
 
 
 def write_checkpoint(values: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint to `path`, atomically and synced to the disk.
+    """Write a checkpoint to `path`, synced to the disk; after an OSError `path` is unchanged.
 
     If weights are sharded over ranks, every rank has to call this.
-
-    Raises:
-        OSError: the checkpoint cannot be written; `path` is unchanged.
     """
     weights = values.get("state_dict")
     if isinstance(weights, Mapping) and any(map(is_distributed, weights.values())):
@@ -128,8 +118,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU without running code in it; sharded tensors stay in `SavedTensors`.
 
-    Raises:
-        CheckpointError: the file cannot be read, or does not match its checksum.
+    Raises CheckpointError if the file cannot be read, or does not match its checksum.
     """
     with _explaining():
         values = _load(path)
@@ -145,11 +134,7 @@ def read_all(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Compare a checkpoint file and its shards with their checksums.
-
-    Raises:
-        CheckpointError: a file does not match, or cannot be read.
-    """
+    """Raise CheckpointError unless a checkpoint file and its shards match their checksums."""
     with _explaining():
         with open_file(path) as file:
             _require_checksum(file)
@@ -246,16 +231,10 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 
 def _write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
-    """Write this rank's shards into a new folder in `parent`. A collective: every rank has to call this.
+    """Write this rank's shards into a new folder in rank 0's `parent`. A collective: every rank calls this.
 
-    Args:
-        parent: folder of the checkpoints; all ranks use the folder of the first rank.
-
-    Returns:
-        `values` with meta tensors instead of the sharded tensors, and an entry `_SHARDS`.
-
-    Raises:
-        OSError: on every rank, if a rank could not write, or wrote to a disk that rank 0 cannot read.
+    Returns `values` with meta tensors instead of the sharded tensors, and an entry `_SHARDS`. Raises OSError
+    on every rank, if one could not write, or wrote to a disk that rank 0 cannot read.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -329,11 +308,9 @@ class SavedTensors(Mapping[Any, Any]):
         names: Mapping[int, str],
         parts: Mapping[str, list[tuple[Any, Path]]],
     ) -> None:
-        """
-        Args:
-            described: the values, with a meta tensor for each sharded tensor.
-            names: `id` of a meta tensor -> name of the tensor in the shard files.
-            parts: name of a tensor -> (offsets in the tensor, file) of each part.
+        """`described` has a meta tensor for each sharded tensor; `names` maps its `id` to its name.
+
+        `parts` maps a name to the parts of the tensor: (offsets in the tensor, file) of each.
         """
         self.described = described
         self._names = names
@@ -372,11 +349,7 @@ class SavedTensors(Mapping[Any, Any]):
         return SavedTensors(described, self._names, self._parts)
 
     def read_into(self, tensors: Mapping[Any, Any]) -> None:
-        """Copy saved tensors into `tensors`; read only this rank's part of a sharded tensor.
-
-        Args:
-            tensors: tensors to overwrite, nested like the checkpoint.
-        """
+        """Overwrite `tensors`, nested like the checkpoint; read only this rank's part of a sharded tensor."""
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -79,11 +79,6 @@ class CheckpointKeeper(Checkpointed, Callback):
         validate_every_n_steps: int,
         identity: Mapping[str, Any],
     ) -> None:
-        """
-        Args:
-            folder: folder of the checkpoints.
-            identity: plain values to store in every checkpoint; see `checkpoint_identity`.
-        """
         self.folder = folder
         self.config = config
         self.validate_every_n_steps = validate_every_n_steps
@@ -137,11 +132,7 @@ class CheckpointKeeper(Checkpointed, Callback):
         self.save(trainer)
 
     def save(self, trainer: Trainer) -> bool:
-        """Save the newest step, unless it is saved already. A collective: every rank has to call this.
-
-        Returns:
-            true if there is a checkpoint of the newest step.
-        """
+        """Save the newest step unless it is saved; return True if it is then. A collective of all ranks."""
         step = trainer.global_step
         if step == self.last_saved_step:
             return True
@@ -193,11 +184,7 @@ class CheckpointKeeper(Checkpointed, Callback):
         trainer.strategy.barrier()
 
     def _write(self, trainer: Trainer, name: str, save: Callable[[Path], None]) -> str:
-        """Write the file `name` by calling `save`, unless a weight is NaN or infinite.
-
-        Returns:
-            the reason why the file was not written, on every rank; empty if it was written.
-        """
+        """Write a file by calling `save`, unless a weight is NaN or infinite; return the problem, or ""."""
         nonfinite = first_not_none(_first_nonfinite(trainer.lightning_module))
         if nonfinite is not None:
             if not self._has_warned_of_nan:

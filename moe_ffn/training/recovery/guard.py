@@ -136,13 +136,9 @@ def find_nan_source(
 ) -> str | None:
     """Return the name of the first NaN or infinite value in a step; None if all values are finite.
 
-    This leaves no hooks behind, and `.grad` unchanged. A collective: every rank has to call this, and all
-    ranks return the same name.
-
-    Args:
-        model: module that contains every module and parameter to name.
-        batches: functions that repeat the forward pass of each batch of the step, with equal randomness.
-        gradient_scale: factor of the loss before the backward pass; None to search only the forward pass.
+    `batches` repeat the forward pass of each batch, with equal randomness. The loss times `gradient_scale` is
+    differentiated; None searches only the forward pass. This leaves no hooks behind, and `.grad` unchanged. A
+    collective: every rank has to call this, and all ranks return the same name.
     """
     name = nonfinite_name(model.state_dict())
     if source := first_not_none(name and f"the parameter {name}"):

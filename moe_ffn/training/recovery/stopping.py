@@ -41,11 +41,7 @@ class Interrupted(TrainingError):  # noqa: N818 - nothing went wrong
 
 @contextmanager
 def ending_at_once(awaited: str) -> Iterator[None]:
-    """Let signals end this process immediately while torch's C++ code waits for other processes.
-
-    Args:
-        awaited: the other processes, for a line that is printed after ten seconds.
-    """
+    """Let signals end this process at once while torch's C++ code waits; after 10 s, print for whom."""
     line = f"waiting for {awaited}\n"
     timer = threading.Timer(10, lambda: os.write(sys.stderr.fileno(), line.encode()))
     timer.daemon = True
