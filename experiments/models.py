@@ -175,10 +175,7 @@ def _doge_paper(block: Any, x_BSD: Tensor) -> Tensor:
     return torch.stack([block(x_11D)[0] for x_11D in tokens]).view_as(x_BSD)
 
 
-PAPERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "nllb_moe": _nllb_paper,
-    "doge": _doge_paper,
-}
+PAPERS: dict[str, Callable[[Any, Tensor], Tensor]] = {"nllb_moe": _nllb_paper, "doge": _doge_paper}
 """Block whose code differs from its paper even in evaluation -> the paper's formula."""
 
 
@@ -218,11 +215,7 @@ def compare(model: str, *, training: bool = False) -> Errors:
         name.removeprefix("ffn."): _error(parameter.grad, expected[name])
         for name, parameter in ours.named_parameters()
     }
-    return {
-        "output": _error(y_ours, y_theirs),
-        "x": _error(x_ours.grad, x_theirs.grad),
-        **errors,
-    }
+    return {"output": _error(y_ours, y_theirs), "x": _error(x_ours.grad, x_theirs.grad), **errors}
 
 
 @torch.no_grad()

@@ -28,13 +28,7 @@ from experiments.benchmark.layers import (
     outcome,
     weights_of,
 )
-from experiments.benchmark.peers import (
-    HF_BATCHED,
-    HF_EAGER,
-    HF_GROUPED,
-    PEERS,
-    TRAINING_PEERS,
-)
+from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED, PEERS, TRAINING_PEERS
 from experiments.benchmark.session import Candidate, Results, Session, ratio, result
 from experiments.benchmark.shapes import Shape
 

@@ -57,12 +57,7 @@ from moe_ffn.runs.folder import TOKENIZER_FILE
 from moe_ffn.runs.json_files import plain_values
 from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.runs.texts import prepare_data, tokens_of_path
-from moe_ffn.training.distillation import (
-    ANSWERS_SUFFIX,
-    StoredAnswers,
-    digests_of,
-    write_answers,
-)
+from moe_ffn.training.distillation import ANSWERS_SUFFIX, StoredAnswers, digests_of, write_answers
 from moe_ffn.training.evaluation import Evaluation, evaluate, strided_batches, top_answers
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.init_from import sha256_of_weights

@@ -98,10 +98,7 @@ def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
 
 
 def make_callbacks(
-    config: TrainConfig,
-    data: PreparedData,
-    folder: Path,
-    run_id: str | None = None,
+    config: TrainConfig, data: PreparedData, folder: Path, run_id: str | None = None
 ) -> RunCallbacks:
     """Return the callbacks that log, sample, save (with the id of the run), and end a run early."""
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)

@@ -52,11 +52,7 @@ from moe_ffn.runs.json_files import AlarmLine, Facts, Summary
 from moe_ffn.runs.resume import first_usable, problem_of_weights
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
-from moe_ffn.training.recovery.checkpoint_file import (
-    BEST_NAME,
-    SavedTensors,
-    newest_first,
-)
+from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, SavedTensors, newest_first
 from moe_ffn.training.sampling import encode_text
 
 log = logging.getLogger(__name__)

@@ -25,11 +25,7 @@ from moe_ffn.runs.json_files import finite
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.training.monitoring.json_lines import (
-    STEP_SECONDS,
-    TRAIN_SECONDS,
-    VALIDATION_LOSS,
-)
+from moe_ffn.training.monitoring.json_lines import STEP_SECONDS, TRAIN_SECONDS, VALIDATION_LOSS
 
 RESULTS_FILE = "results.jsonl"
 """Results of the runs of a study, one line each, in the order of their names."""

@@ -246,9 +246,7 @@ def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[
 def _yaml_compatible_json(value: Any) -> str:
     """Format a value as JSON that is also YAML, which rejects escaped surrogates."""
     return re.sub(
-        r"\\u(d[89ab]..)\\u(d[c-f]..)",
-        lambda pair: json.loads(f'"{pair[0]}"'),
-        json.dumps(value),
+        r"\\u(d[89ab]..)\\u(d[c-f]..)", lambda pair: json.loads(f'"{pair[0]}"'), json.dumps(value)
     )
 
 

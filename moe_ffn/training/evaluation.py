@@ -18,12 +18,7 @@ from torch import Tensor
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.token_files import TokenSequence
 from moe_ffn.metrics.functional import load_entropy
-from moe_ffn.metrics.modular import (
-    LanguageMetrics,
-    ListMetrics,
-    LoadMetrics,
-    TokenMetrics,
-)
+from moe_ffn.metrics.modular import LanguageMetrics, ListMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.distillation import Answers
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, token_losses

@@ -37,11 +37,7 @@ from moe_ffn.training.objective import (
     objective,
     token_losses,
 )
-from moe_ffn.training.optimizer import (
-    OptimizerConfig,
-    build_schedule,
-    replace_options,
-)
+from moe_ffn.training.optimizer import OptimizerConfig, build_schedule, replace_options
 from moe_ffn.training.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.training.parallel.sharding import Sharder, clip_by_norm_, total_norm
 from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, find_nan_source

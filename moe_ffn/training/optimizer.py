@@ -331,9 +331,7 @@ def refined_groups(
     return refined
 
 
-def split_by_decay(
-    model: nn.Module,
-) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+def split_by_decay(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return the parameters with and without weight decay, by name; a tied parameter appears once.
 
     Embeddings are identified by their module, stacked biases (E, F) by their name.

@@ -27,12 +27,7 @@ from moe_ffn.training.data_module import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput, ValidationOutput
 from moe_ffn.training.monitoring.alarms import AlarmRules
 from moe_ffn.training.monitoring.hardware import peak_memory
-from moe_ffn.training.monitoring.json_lines import (
-    STEP_KEY,
-    STEP_SECONDS,
-    TRAIN_SECONDS,
-    JsonLines,
-)
+from moe_ffn.training.monitoring.json_lines import STEP_KEY, STEP_SECONDS, TRAIN_SECONDS, JsonLines
 from moe_ffn.training.monitoring.loggers import AlarmLog
 from moe_ffn.training.monitoring.routing_window import (
     ByLayer,

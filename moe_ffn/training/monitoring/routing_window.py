@@ -14,13 +14,7 @@ from torch import Tensor, distributed
 
 from moe_ffn.metrics.functional import chosen_experts, idle_steps
 from moe_ffn.metrics.measures import LayerBatch, RowEnd
-from moe_ffn.metrics.table import (
-    Measured,
-    compute,
-    compute_row_end,
-    measured_in,
-    statistics_of,
-)
+from moe_ffn.metrics.table import Measured, compute, compute_row_end, measured_in, statistics_of
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.recovery import Checkpointed

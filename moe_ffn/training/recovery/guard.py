@@ -130,9 +130,7 @@ class StepGuard(Checkpointed):
 
 
 def find_nan_source(
-    model: nn.Module,
-    batches: Iterable[Callable[[], Objective]],
-    gradient_scale: float | None = 1.0,
+    model: nn.Module, batches: Iterable[Callable[[], Objective]], gradient_scale: float | None = 1.0
 ) -> str | None:
     """Return the name of the first NaN or infinite value in a step; None if all values are finite.
 
