@@ -19,7 +19,7 @@ from rich.text import Text
 from moe_ffn.cli.parser import Parser, wrap
 from moe_ffn.config import errors
 from moe_ffn.config.base import Config, json_schema
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, did_you_mean
 from moe_ffn.config.option_tree import (
     Option,
     first_sentence,
@@ -136,7 +136,7 @@ def overrides_of(arguments: Sequence[str], root: type[Config], parser: Parser) -
         name, has_value, _ = argument.partition("=")
         if not name.startswith("--") or name[2:].partition(".")[0] in root.model_fields:
             continue
-        hint = parser.nearest_flag(name)
+        hint = did_you_mean(name, parser.flags, cutoff=0.8)
         if not hint and not has_value and following.startswith("--"):
             hint = nearest_options(name[2:], option_tree(root, root().to_dict()))
             hint = hint or "; --help lists the options"

@@ -482,7 +482,7 @@ def _page_of_curves(models: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a page with the loss of each model over the FLOPs per token."""
     # Imported here, since the tables do not need plotly.
     from moe_ffn.report.plots import figures_page
-    from moe_ffn.report.studies.arm_sizes import SizedLine, over_sizes
+    from moe_ffn.report.studies.arm_figures import SizedLine, over_sizes
 
     lines: list[SizedLine] = []
     for folder, model in models.items():

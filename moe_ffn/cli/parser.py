@@ -22,7 +22,7 @@ import torch
 from moe_ffn.cli.exit import SetLevel
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError, did_you_mean, explaining, nearest_or_all
+from moe_ffn.config.errors import ConfigError, explaining, nearest_or_all
 from moe_ffn.files import write_atomically
 from moe_ffn.report.html import OPENING
 
@@ -154,16 +154,12 @@ class Parser(argparse.ArgumentParser):
         for word in takewhile("--".__ne__, words):
             flag = word.partition("=")[0]
             looks_like_flag = re.fullmatch(r"-{1,2}[^\W\d][\w.-]*", flag)
-            if looks_like_flag and flag not in ("-h", "-v", "-q", *self._flags):
-                raise ConfigError(f"{flag}: unknown{nearest_or_all(flag, self._flags)}")
+            if looks_like_flag and flag not in ("-h", "-v", "-q", *self.flags):
+                raise ConfigError(f"{flag}: unknown{nearest_or_all(flag, self.flags)}")
         return super().parse_args(words, namespace)
 
-    def nearest_flag(self, typed: str) -> str:
-        """Return `"; did you mean '--resume'?"` for `--resum`; an empty string if no flag is similar."""
-        return did_you_mean(typed, self._flags, cutoff=0.8)
-
     @property
-    def _flags(self) -> list[str]:
+    def flags(self) -> list[str]:
         """Long flags in the order of the help."""
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
 

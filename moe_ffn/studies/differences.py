@@ -69,14 +69,14 @@ def _differing(
         path, old, new = f"{prefix}{key}", base.get(key), other.get(key)
         if path in UNCOMPARED or old == new:
             continue
-        if isinstance(old, Mapping) and isinstance(new, Mapping) and _type(old) == _type(new):
+        if (
+            isinstance(old, Mapping)
+            and isinstance(new, Mapping)
+            and old.get("type") == new.get("type")
+        ):
             yield from _differing(old, new, f"{path}.")
         else:
             yield path, old, new
-
-
-def _type(options: Mapping[str, Any]) -> Any:
-    return options.get("type")
 
 
 def _describe(path: str, value: Any, options: Mapping[str, Any]) -> str:
@@ -95,8 +95,8 @@ def few_words(base: RunResult, other: RunResult) -> str:
     """Name a run by its differences from `base`: `moe,learning_rate=0.001`; empty if there are none."""
     parts: list[str] = []
     for path, _, new in differing(base.config, other.config):
-        if isinstance(new, Mapping) and _type(new):
-            parts.append(str(_type(new)).rpartition("/")[2])
+        if isinstance(new, Mapping) and new.get("type"):
+            parts.append(str(new.get("type")).rpartition("/")[2])
         else:
             text = new if isinstance(new, str) else json.dumps(new)
             parts.append(f"{path.rpartition('.')[2]}={text}")

@@ -228,15 +228,10 @@ class Job:
         return min(int(steps[-1]), self.max_steps) if steps else 0
 
 
-def program_command(name: str) -> list[str]:
-    """Return the command that runs a program of this package in a new process."""
-    # Without -P, a folder moe_ffn in the current folder would shadow this package.
-    return [sys.executable, "-P", "-m", "moe_ffn.cli", name]
-
-
 def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[str]:
     """Return the command that trains or resumes a run, with all its options, one flag per section."""
-    command = program_command("train")
+    # Without -P, a folder moe_ffn in the current folder would shadow this package.
+    command = [sys.executable, "-P", "-m", "moe_ffn.cli", "train"]
     if is_begun:
         return [*command, "--resume", str(run.folder), *([FLAG] if trust_code else [])]
     options = {key: _yaml_compatible_json(value) for key, value in run.config.to_dict().items()}

@@ -6,7 +6,7 @@ B sequences in a batch, S tokens in a sequence, E experts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,11 @@ from torch import Tensor
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.token_files import TokenSequence
 from moe_ffn.metrics.functional import load_entropy
-from moe_ffn.metrics.modular import LanguageMetrics, ListMetrics, LoadMetrics, TokenMetrics
+from moe_ffn.metrics.modular import LanguageMetrics
+from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.distillation import Answers
+from moe_ffn.training.monitoring.routing_window import RoutingByLayer
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, token_losses
 
 
@@ -109,7 +111,7 @@ def evaluate(
     device = decoder.embedding.weight.device
     lengths_V = torch.from_numpy(np.array(byte_lengths)).to(device)
     language = LanguageMetrics().to(device)
-    layers: dict[str, Sequence[LoadMetrics | TokenMetrics | ListMetrics]] = {}
+    layers = RoutingByLayer("every batch", "last step")
     for index, batch in enumerate(batches):
         ids = batch.input_ids.to(device), batch.target_ids.to(device)
         with autocast_of(precision, device):
@@ -117,19 +119,14 @@ def evaluate(
         counted_BS = targets_BS != IGNORED_TARGET
         language.update(nats_BS[counted_BS], lengths_V[targets_BS[counted_BS]])
         capacities = decoder.expert_capacities(output.routings)
-        for name, routing in output.routings.items():
-            if name not in layers:
-                types = (ListMetrics,) if routing.is_pairs_only else (LoadMetrics, TokenMetrics)
-                layers[name] = [metric(routing.num_experts).to(device) for metric in types]
-            for metrics in layers[name]:
-                metrics.update(routing, output.shared_shares.get(name), capacities.get(name))
+        layers.update(output.routings, True, output.shared_shares, capacities)
     language_values = language.compute()
     return Evaluation(
         loss=language_values["loss"].item(),
         bits_per_byte=language_values["bits_per_byte"].item(),
         num_tokens=int(language.num_tokens),
         num_bytes=int(language.num_bytes),
-        routing={name: _values(metrics) for name, metrics in sorted(layers.items())},
+        routing={name: _known(values) for name, values in layers.close().items()},
     )
 
 
@@ -141,9 +138,7 @@ def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, dtype)
 
 
-def _values(metrics: Iterable[LoadMetrics | TokenMetrics | ListMetrics]) -> dict[str, Tensor]:
-    values = {key: value.cpu() for metric in metrics for key, value in metric.compute().items()}
-    if "load" in values:
-        load_E = torch.atleast_1d(values["load"])  # torchmetrics squeezes that of a single expert
-        values |= {"load": load_E, "load_entropy": load_entropy(load_E)}
-    return values
+def _known(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the metrics that apply to a layer, and the entropy of its load, if it has one."""
+    known = {k: v for k, v in values.items() if not (LAYER_METRICS[k].requires and v.isnan())}
+    return known | ({"load_entropy": load_entropy(known["load"])} if "load" in known else {})

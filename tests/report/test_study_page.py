@@ -18,7 +18,7 @@ import pytest
 from moe_ffn.cli.study_page import main
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import parse_yaml, validate
-from moe_ffn.report.studies.arm_sizes import SizedLine, over_sizes
+from moe_ffn.report.studies.arm_figures import SizedLine, over_sizes
 from moe_ffn.report.studies.fits import without_seeds
 from moe_ffn.report.studies.study_page import StudyPage, study_page, with_row
 from moe_ffn.runs.budget import Budget, Cost

@@ -33,7 +33,6 @@ from moe_ffn.runs.resume import ResumePoint, find_resume_point, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.runs.train.ending import TrainingRun, explaining_early_end, finish
 from moe_ffn.runs.validate import find_hardware, require_valid
-from moe_ffn.training.config import Precision
 from moe_ffn.training.distillation import DistillConfig, StoredAnswers
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery.guard import nonfinite_name
@@ -78,7 +77,9 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         if start.checkpoint is None:
             load_initial_weights(source or read_initial_weights(config), data, module, console)
         source = None  # frees the second copy of the weights
-        precision = first_precision(config, resume) or hardware.precision
+        precision: str = hardware.precision
+        if resume is not None and config.trainer.precision == "auto":  # as the run began
+            precision = Facts.read(resume.folder / run_folder.FACTS_FILE).precision or precision
         console.print(f"precision {precision}")
         run_id = start.run_id or secrets.token_hex(8)
         teacher_sha256 = announce_teacher(teacher, config, resume, console)
@@ -220,13 +221,6 @@ def load_initial_weights(
         weights, lines = fit_weights(source, module.decoder)
         module.start_from(weights)
         console.print(*lines, sep="\n")
-
-
-def first_precision(config: TrainConfig, resume: Resume | None) -> Precision | None:
-    """Return the precision with which a resumed run began, which `auto` keeps; None for another run."""
-    if resume is None or config.trainer.precision != "auto":
-        return None
-    return Facts.read(resume.folder / run_folder.FACTS_FILE).precision
 
 
 def locked_by_first_rank(folder: Path) -> AbstractContextManager[None]:
