@@ -234,9 +234,8 @@ def time_trainer(steps: int) -> tuple[list[tuple[float, float]], float]:
         )
         data: Any = [{"input_ids": row_S, "labels": row_S} for row_S in ids]
         Trainer(model, arguments, train_dataset=data, callbacks=[InTurns(every=2)]).train()
-    seconds = [end - start for start, end in zip(starts, ends, strict=True)][
-        2:
-    ]  # after the warm-up
+    pairs = zip(starts, ends, strict=True)
+    seconds = [end - start for start, end in pairs][2:]  # after the warm-up
     return list(zip(seconds[::2], seconds[1::2], strict=False)), statistics.median(own[3::2])
 
 

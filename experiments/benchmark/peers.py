@@ -39,7 +39,6 @@ class Peer:
     """Layer of another library."""
 
     package: str
-    """Name of the package to import."""
     build: Callable[[Weights, Shape], nn.Module]
     """Builds the layer, x (B, S, D) -> hidden or (hidden, more)."""
     gpu_only: bool = False

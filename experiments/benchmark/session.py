@@ -95,7 +95,6 @@ class Session:
     patience: float = math.inf
     """See `interleave`."""
     suite: str = ""
-    """Name of the running suite."""
     targets: list[list[str]] = field(default_factory=list)
     """Rows of the table of targets; see `show_targets`."""
     console: Console = field(

@@ -78,10 +78,7 @@ def _parser() -> Parser:
 
 
 def _begin(args: Any) -> tuple[Path, Question | None]:
-    """Return the folder of the runs, and with `--resume` the question of the search.
-
-    Raises ConfigError if the flags contradict each other, or the folder exists.
-    """
+    """Return the folder of the runs, and the question to resume; ConfigError for a mistake in the flags."""
     if args.resume is not None:
         if args.data or args.minutes:
             raise ConfigError(

@@ -180,10 +180,7 @@ def to_json(workspace: ws.Workspace) -> str:
 
 
 def save(workspace: ws.Workspace) -> str:
-    """Save the workspace as a new view; return its URL.
-
-    Raises ConfigError if there is no key, no answer, or the server rejects the request.
-    """
+    """Save the workspace as a new view; return its URL. ConfigError without a key, or if wandb rejects it."""
     if not _has_key():
         raise ConfigError("no wandb key: run 'wandb login' or set WANDB_API_KEY; --json needs none")
     try:

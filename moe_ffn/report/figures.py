@@ -151,10 +151,7 @@ def load(run: Run, layer: int | str) -> go.Figure:
 
 
 def measure(run: Run, key: str) -> go.Figure:
-    """Draw a metric of every sparse layer over the steps: as lines, or as a heat map for many layers.
-
-    The key is one of `moe_ffn.metrics.table.LAYER_METRICS`, such as `max_violation`.
-    """
+    """Draw a `LAYER_METRICS` entry of every sparse layer: lines, or a heat map for many layers."""
     metric = find(LAYER_METRICS, key)
     by_layer = measured(run, metric)
     if not by_layer:

@@ -186,10 +186,7 @@ def health(run: Run) -> list[Health]:
 
 
 def concerns(run: Run) -> list[tuple[str, str]]:
-    """Return problems that raise no alarm, and the alarms that such a short run cannot raise.
-
-    Each is (class of the style sheet, sentence).
-    """
+    """Return (style class, sentence) of problems without alarm, and of alarms a short run cannot raise."""
     found: list[tuple[str, str]] = []
     loss, unigram = run.final("validation/loss"), run.summary.unigram_loss
     if loss is not None and not math.isfinite(loss):

@@ -27,7 +27,6 @@ class Budget:
     model: Cost
     ffn: Cost
     tokens: int
-    """Number of training tokens."""
 
     @property
     def training_flops(self) -> int:

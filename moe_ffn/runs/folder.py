@@ -65,10 +65,7 @@ def output_dir(config: TrainConfig) -> Path:
 
 
 def check_run_folder(config: TrainConfig) -> None:
-    """Raise ConfigError if the folder of this run cannot be created; leave no file behind.
-
-    This check comes first, since preparing the data may take long.
-    """
+    """Raise ConfigError if the folder of this run cannot be created; called before data are prepared."""
     folder = parent = output_dir(config)
     with explaining(
         f"run.output_dir: '{parent}' cannot be written", "choose another with --run.output_dir"

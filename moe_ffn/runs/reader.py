@@ -196,10 +196,7 @@ class Run:
         return self.rows.column(key)
 
     def final(self, key: str) -> float | None:
-        """Return the final value of a key of `IN_SUMMARY`, or its last value if the run has not finished.
-
-        Returns NaN if the final value was not finite.
-        """
+        """Return the final value of a key of `IN_SUMMARY` (NaN if not finite), or the last one so far."""
         name = IN_SUMMARY[key]
         if self.summary.has(name):
             value = getattr(self.summary, name)

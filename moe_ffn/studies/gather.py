@@ -84,10 +84,7 @@ class Gathered:
             )
 
     def write(self, folder: Path) -> None:
-        """Write results, study and timing into `folder`, for a commit.
-
-        Raises ConfigError if the folder cannot be written, or its table is damaged.
-        """
+        """Write results, study and timing into `folder`, for a commit; ConfigError if that fails."""
         with explaining(f"'{folder}' cannot be written", "choose another folder"):
             make_folder(folder)
             add_results(folder, self.results)

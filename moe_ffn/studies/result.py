@@ -63,7 +63,6 @@ class Outcome(_Value):
 
     is_finished: bool = False
     step: int = 0
-    """Last optimizer step."""
     validation_loss: float | None = None
     """Last validation loss, in nats per token."""
     bits_per_byte: float | None = None

@@ -59,7 +59,6 @@ class Law:
     formula: str
     source: str
     variables: Sequence[str]
-    """Names of the variables in the formula."""
     size: str
     """Variable that measures the size of a run, for `Fit.held_out_error`."""
     parameters: Mapping[str, Parameter]

@@ -122,7 +122,6 @@ class Job:
         self.run = run
         self.state: State = "waiting"
         self.problem = ""
-        """Reason for a failure."""
         self.seconds = 0.0
         """Duration of the process; set when it has ended."""
         self.first_step = 0
@@ -378,10 +377,7 @@ class Sweep:
             raise
 
     def stop(self) -> None:
-        """Ask the processes to save a checkpoint after their current step and exit, and wait for them.
-
-        A KeyboardInterrupt during the wait ends them at once.
-        """
+        """Let the processes save after their step and exit; a KeyboardInterrupt ends them at once."""
         processes = [job.process for job in self.jobs_in("training") if job.process]
         for process in processes:
             process.send_signal(signal.SIGTERM)

@@ -136,7 +136,6 @@ class StepTime:
     """Median over the rounds."""
     tokens_per_second: float
     num_steps: int
-    """Number of timed steps."""
     quartiles: tuple[float, float]
     """Lower and upper quartile over the rounds, in seconds per step."""
 

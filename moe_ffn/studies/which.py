@@ -155,10 +155,7 @@ class Question(Config, frozen=True):
     def measured(
         cls, data: Sequence[str], minutes: float, jobs: int, say: Callable[[str], None]
     ) -> Question:
-        """Time steps; choose the largest width whose runs read enough tokens in the time, else the smallest.
-
-        Raises ConfigError if the time is too short, or the text cannot be used.
-        """
+        """Time steps; choose the largest width whose runs read enough text, ConfigError if none does."""
         text = prepare(_config(data, WIDTHS[0], {}).data)
         max_steps = MAX_PASSES * len(text.train) // TOKENS_PER_STEP
         if max_steps < MIN_STEPS:

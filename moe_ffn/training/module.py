@@ -127,9 +127,8 @@ class LanguageModel(LightningModule):
         self.guard = StepGuard(guard)
         self.skipped_step: SkippedStep | None = None
         """The last optimizer step if it was skipped, otherwise None."""
-        self._teacher: tuple[
-            Decoder, ...
-        ] = ()  # in a tuple, so that no checkpoint holds its weights
+        # In a tuple, so that no checkpoint holds its weights.
+        self._teacher: tuple[Decoder, ...] = ()
         self._answers: StoredAnswers | None = None
         self._step_batches: list[LoadedBatch] = []
         self._step_losses: list[Tensor] = []
@@ -149,10 +148,7 @@ class LanguageModel(LightningModule):
         )
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace initial weights of the decoder by these: name -> whole tensor, equal on every rank.
-
-        A sharded model reads them in `configure_model`.
-        """
+        """Replace initial weights by these (name -> whole tensor), in `configure_model` if sharded."""
         if self._layout.is_sharded:
             self._initial_weights = weights
         else:

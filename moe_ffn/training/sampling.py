@@ -68,10 +68,7 @@ def encode_text(tokenizer: Tokenizer, text: str | bytes, max_seq_len: int, where
 
 
 def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
-    """Return the prompt of a run: the given one, or the first words of the validation split that fit.
-
-    Raises ConfigError if the given prompt has more than `seq_len` tokens.
-    """
+    """Return the prompt of a run (ConfigError if too long), or the first words of the validation split."""
     if options.prompt is not None:
         encode_text(data.tokenizer, options.prompt, seq_len, "sample.prompt")
         return options.prompt

@@ -95,10 +95,7 @@ class TokenizedText:
 
 
 def text_of_run(run: Run, num_tokens: int) -> TokenizedText:
-    """Return windows of the run's validation split, spread evenly over it.
-
-    Raises ConfigError if the corpus cannot be read, or has changed since training.
-    """
+    """Return windows spread over a run's validation split; ConfigError if its corpus is lost or changed."""
     config, data = run.config.data, prepare_data(run, _ADVICE)
     names = {digest: name for name, digest in data.documents.digests or ()}
     is_python = config.corpus.type == "stdlib"

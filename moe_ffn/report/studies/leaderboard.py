@@ -89,9 +89,8 @@ def leaderboard(studies: Path, link: str = "studies") -> str:
     """
     seconds: dict[str, float] = {}
     timed_on: dict[str, list[str]] = {}
-    names: dict[
-        str, list[str]
-    ] = {}  # training without its seed -> STUDY/ARM of each study that has it
+    # Training without its seed -> STUDY/ARM of each study that has it.
+    names: dict[str, list[str]] = {}
     by_seed: dict[tuple[str, int], RunResult] = {}
     for folder in sorted(table.parent for table in studies.glob(f"*/{RESULTS_FILE}")):
         study = gather([folder])

@@ -157,10 +157,7 @@ def finish(run: TrainingRun) -> None:
 
 
 def write_model(run: TrainingRun) -> None:
-    """Write the best weights as a model folder in the run; ConfigError if a file cannot be written.
-
-    Other failures are warnings.
-    """
+    """Write the best weights as a model folder; ConfigError if a file cannot be written, else only warn."""
     tokenizer, decoder = run.data.tokenizer, run.module.decoder
     try:
         weights = read_weights(run.folder, run.config, tokenizer, decoder)

@@ -183,10 +183,7 @@ def announce_teacher(
     resume: Resume | None,
     console: Console,
 ) -> str | None:
-    """Print the teacher's folder and size, and return the hash of its weights; None without a teacher.
-
-    Raises ConfigError if the teacher of a resumed run has changed.
-    """
+    """Print a teacher's folder and size, and return its hash; ConfigError if it has changed since."""
     if teacher is None or config.objective.distill is None:
         return None
     folder = config.objective.distill.teacher

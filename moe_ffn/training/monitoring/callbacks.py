@@ -94,7 +94,6 @@ class StepLogger(Checkpointed, Callback):
         self._clock = 0.0
         self._learning_rate = 0.0
         self.last_row_step = 0
-        """Optimizer step of the newest row."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -217,7 +216,6 @@ class _LossWindow(Checkpointed):
     sums: dict[str, Tensor] = field(default_factory=dict)
     num_batches: int = 0
     num_skipped: int = 0
-    """Number of skipped steps."""
     tokens: int = 0
     seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)

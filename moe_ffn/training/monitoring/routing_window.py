@@ -191,10 +191,7 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
 
 
 class RoutingWindow(Checkpointed):
-    """Metrics of one row: loads over all its steps, token metrics over its last step.
-
-    Checkpoints do not hold token metrics, which are empty between steps.
-    """
+    """Metrics of one row: loads over all steps, token metrics over the last, which no checkpoint holds."""
 
     in_checkpoint = ("_load", "_idle_steps", "_probe", "_last_look")
 

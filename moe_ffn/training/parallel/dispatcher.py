@@ -114,7 +114,6 @@ class _Outgoing:
     token_ids_R: Tensor
     """Token of each row; rows are sorted by rank, then by token."""
     rows_P: Tensor
-    """Number of rows for each rank."""
     pair_ids_N: Tensor
     """Index in the plan of each computed pair; pairs are sorted by row."""
     expert_ids_N: Tensor
@@ -122,7 +121,6 @@ class _Outgoing:
     row_ids_N: Tensor
     """Row of each pair in `pair_ids_N`, counted from the first row of its rank."""
     pairs_P: Tensor
-    """Number of pairs for each rank."""
 
     @classmethod
     def of(cls, plan: Plan, num_tokens: int, num_ranks: int) -> _Outgoing:

@@ -101,10 +101,7 @@ class Layout:
         return self.shard * self.expert > 1
 
     def unsupported_reason(self, decoder: Decoder) -> str | None:
-        """Return the reason why this layout cannot shard a decoder; None if it can.
-
-        The decoder may be on the meta device.
-        """
+        """Return the reason why this cannot shard a decoder, perhaps on the meta device; None if it can."""
         reasons: list[str] = []
 
         def collect_reasons(experts: Experts, num_experts: int) -> Any:
@@ -129,4 +126,3 @@ class Layout:
 
 
 SINGLE_PROCESS = Layout()
-"""Layout of a single process."""

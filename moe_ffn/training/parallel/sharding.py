@@ -117,10 +117,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
-    """Shard an optimizer state like `parameter`; return a value of another shape unchanged.
-
-    Every rank must pass the same value.
-    """
+    """Shard an optimizer state, equal on every rank, like `parameter`; keep one of another shape."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != parameter.shape:

@@ -85,10 +85,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def rename_skipped(folder: Path, step: int) -> None:
-    """Rename each checkpoint after `step`, which a resumed run skipped, to `NAME.skipped`.
-
-    Otherwise a later resume could use a checkpoint that does not belong to the resumed run.
-    """
+    """Rename checkpoints after `step` to `NAME.skipped`, so that no later resume uses one."""
     for path in newest_first(folder):
         if step_of(path) > step:
             path.replace(path.with_name(f"{path.name}.skipped"))

@@ -221,10 +221,7 @@ class CheckpointKeeper(Checkpointed, Callback):
 
 
 def _first_nonfinite(module: torch.nn.Module) -> str | None:
-    """Return the name of the first parameter with NaN or infinity, or buffer with NaN.
-
-    A buffer may hold infinities, such as those of a mask.
-    """
+    """Return the first parameter with NaN or infinity, or buffer with NaN (masks hold infinities)."""
     parameters = (
         (name, on_this_rank(value).isfinite().all()) for name, value in module.named_parameters()
     )

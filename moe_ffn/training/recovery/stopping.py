@@ -60,7 +60,6 @@ class SignalListener:
 
     def __init__(self) -> None:
         self.signum = 0
-        """Number of the stored signal, or 0."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -85,9 +84,8 @@ class SignalListener:
         if not self.signum:
             name = signal.Signals(signum).name
             line = f"\n{name}: ending after this step (Ctrl-C once more ends at once)\n"
-            with suppress(
-                OSError, ValueError
-            ):  # standard error may be closed, or have no descriptor
+            # Standard error may be closed, or have no descriptor.
+            with suppress(OSError, ValueError):
                 # Not `print`, since the signal may have interrupted a `print`.
                 os.write(sys.stderr.fileno(), line.encode())
         self.signum = signum
