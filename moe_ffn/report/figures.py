@@ -131,7 +131,7 @@ def _curves(
 
 
 def load(run: Run, layer: int | str) -> go.Figure:
-    """Draw the load of each expert of a layer (its number or name) over time, over the even share."""
+    """Draw the load of each expert of a layer (its number or name) over time, in even shares."""
     name = _find_layer(run, layer, run.loads)
     rows = sum(map(len, run.loads.values()))
     columns = min(max(MAX_LOADS // rows, 32), 200)

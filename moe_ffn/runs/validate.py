@@ -36,44 +36,35 @@ class Hardware:
     """Division of the model among the ranks."""
 
 
-def find_mistakes(config: TrainConfig, *, is_new: bool = True) -> list[ConfigError]:
-    """Return the mistakes in a config, one error each; empty if the run may begin (if new, in a folder)."""
-    if mistakes := _collect(
+def require_valid(config: TrainConfig, *, is_new: bool = True) -> Hardware:
+    """Return the hardware of a run, or raise all mistakes in its config as one ConfigError."""
+    _raise_together(
         *([partial(check_run_folder, config)] if is_new and is_first_rank() else []),
         partial(_check_sizes, config),
         partial(_check_launcher, config),
-    ):
-        return mistakes
-    try:
-        hardware = find_hardware(config)
-    except ConfigError as mistake:
-        return [mistake]
-    return _collect(
+    )
+    hardware = find_hardware(config)
+    _raise_together(
         partial(require_equal_shares, config.data.batch_size, hardware.layout.num_ranks),
         partial(_check_precision, hardware),
         partial(check_layout, config, hardware.layout.num_ranks, hardware.precision),
         partial(check_custom_parts, config, hardware.device),
         partial(_check_device, config, hardware.device.type),
     )
+    return hardware
 
 
-def require_valid(config: TrainConfig, *, is_new: bool = True) -> None:
-    """Raise the mistakes in a config together, as one ConfigError."""
-    mistakes = find_mistakes(config, is_new=is_new)
-    if len(mistakes) == 1:
-        raise mistakes[0]
-    if mistakes:
-        raise ConfigError("\n".join(map(str, mistakes)))
-
-
-def _collect(*checks: Callable[[], object]) -> list[ConfigError]:
+def _raise_together(*checks: Callable[[], object]) -> None:
     mistakes: list[ConfigError] = []
     for check in checks:
         try:
             check()
         except ConfigError as mistake:
             mistakes.append(mistake)
-    return mistakes
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    if mistakes:
+        raise ConfigError("\n".join(map(str, mistakes)))
 
 
 def find_hardware(config: TrainConfig) -> Hardware:

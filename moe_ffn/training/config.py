@@ -152,8 +152,7 @@ class AlarmsConfig(Config, frozen=True):
     def not_judged(self, num_steps: int, num_rows: int, *, is_routed: bool) -> list[str]:
         """Return one sentence for each kind of alarm that a run this short cannot raise.
 
-        `num_steps` and `num_rows` count the rows of training with a loss, and `is_routed` is true if a block
-        routes.
+        The rows of training cover `num_steps` steps, and `num_rows` of them have a loss.
         """
         sentences: list[str] = []
         if is_routed and num_steps < self.after_steps:

@@ -31,7 +31,7 @@ def check_refused(folder: Path, content: bytes, named: str) -> None:
     accepted = AssertionError("was accepted")
     with (
         contextlib.chdir(folder),
-        patch("moe_ffn.runs.train.run.find_hardware", side_effect=accepted),
+        patch("moe_ffn.runs.train.run.read_initial_weights", side_effect=accepted),
     ):
         start = time.process_time()  # of the answer alone: all that it needs is imported by now
         done = run_here("--config", "mine.yaml")

@@ -121,9 +121,6 @@ DAMAGES: dict[str, tuple[Damage, str, bool]] = {
         lambda p: write_checkpoint(HOSTILE, p), "is not a checkpoint of", False
     ),
     "of another run": (another_run, "was made with run_id ffffffffffffffff, but this run has ", False),
-    "without its loops": (
-        lambda p: rewrite(p, lambda values: values.pop("loops", None)), "lacks 'loops'", True
-    ),
     "of another version": (
         lambda p: rewrite(p, lambda values: values.get("guard", {}).pop("losses", None)),
         "holds a state that this version cannot load (KeyError('losses'))",

@@ -32,7 +32,7 @@ from moe_ffn.runs.memory import check_fits
 from moe_ffn.runs.resume import ResumePoint, find_resume_point, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.runs.train.ending import TrainingRun, explaining_early_end, finish
-from moe_ffn.runs.validate import find_hardware, require_valid
+from moe_ffn.runs.validate import require_valid
 from moe_ffn.training.distillation import DistillConfig, StoredAnswers
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery.guard import nonfinite_name
@@ -54,8 +54,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
     console = Console(quiet=not is_first_rank(), highlight=False, markup=False, soft_wrap=True)
     assemble.quiet_libraries()
 
-    require_valid(config, is_new=resume is None)
-    hardware = find_hardware(config)
+    hardware = require_valid(config, is_new=resume is None)
     source = None if resume else read_initial_weights(config)
 
     with explaining_custom_errors():

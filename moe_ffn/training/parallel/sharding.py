@@ -141,7 +141,7 @@ def empty_shard_like(value: Any, parameter: Tensor) -> Any:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], part: Tensor, parameter: Tensor
 ) -> Tensor:
-    """Apply a function of whole matrices to a tensor sharded like `parameter`, of which this is a part."""
+    """Apply a function of whole matrices to this rank's part of a sharded tensor; return such a part."""
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     splits_matrices = any(isinstance(place, Shard) and place.dim > 0 for place in placements)
