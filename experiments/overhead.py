@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -116,16 +117,7 @@ def time_program(
     loggers, _ = assemble.make_loggers(config, folder, assemble.run_facts(config, data, precision))
     callbacks = assemble.make_callbacks(config, data, folder)
     observed: list[tuple[float, float]] = []
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            value = function(*args, **kwargs)
-            observed.append((start, time.perf_counter() - start))
-            return value
-
-        return run
-
+    timed = partial(recorded, lambda *times: observed.append(times), time.perf_counter)
     callbacks.steps.on_train_batch_end = timed(callbacks.steps.on_train_batch_end)
     trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks)
     trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]  # set late
@@ -138,6 +130,20 @@ def time_program(
     begin, end = starts[min(config.logging.every_n_steps, config.steps // 2)], starts[-1]
     share = sum(seconds for start, seconds in observed if begin <= start < end) / (end - begin)
     return _tokens_per_second(config, starts), share
+
+
+def recorded(
+    record: Callable[[float, float], None], clock: Callable[[], float], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that also records when it starts, and its seconds."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start = clock()
+        value = function(*args, **kwargs)
+        record(start, clock() - start)
+        return value
+
+    return run
 
 
 TRAINER_MODEL: dict[str, Any] = {
@@ -206,15 +212,10 @@ def time_trainer(steps: int) -> tuple[list[tuple[float, float]], float]:
             timed(super().on_step_end)(*args, **kwargs)
             ends.append(time.process_time())
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            value = function(*args, **kwargs)
-            own[-1] += time.process_time() - start
-            return value
+    def add(start: float, seconds: float) -> None:
+        own[-1] += seconds
 
-        return run
-
+    timed = partial(recorded, add, time.process_time)
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TRAINER_MODEL))
     ids = torch.randint(TRAINER_MODEL["vocab_size"], (8 * (steps + 2), 256))

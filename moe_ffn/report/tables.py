@@ -121,7 +121,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     table.add_section()
     add(
         "total",
-        f"{config.data.batch_size * seq_len * config.trainer.accumulate_grad_batches:,} tokens per step",
+        f"{config.tokens_per_step:,} tokens per step",
         *astuple(Budget.of(config, vocab_size).model),
     )
     return table

@@ -39,7 +39,7 @@ class Budget:
         Raises ConfigError if a custom part miscounts its parameters or FLOPs; see `check_counts`.
         """
         check_counts(config)
-        model, data, trainer = config.model, config.data, config.trainer
+        model, data = config.model, config.data
         vocab_size = vocab_size or data.tokenizer.max_vocab_size
         ffns = model.layer_ffns()
         return cls(
@@ -53,8 +53,5 @@ class Budget:
                 sum(ffn.num_active_params(model.d_model) for ffn in ffns),
                 sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns),
             ),
-            tokens=trainer.max_steps
-            * trainer.accumulate_grad_batches
-            * data.batch_size
-            * data.seq_len,
+            tokens=config.trainer.max_steps * config.tokens_per_step,
         )

@@ -89,6 +89,11 @@ class TrainConfig(Config, frozen=True):
         """
         return ()
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Training tokens of an optimizer step, summed over ranks."""
+        return self.data.batch_size * self.data.seq_len * self.trainer.accumulate_grad_batches
+
     def notes(self) -> tuple[str, ...]:
         return tuple(map(str, self.matches))
 

@@ -84,6 +84,11 @@ class Weight:
             return 1 / shards
         return math.ceil(rows / shards) / rows
 
+    def sent(self, layout: Layout) -> float:
+        """Return the elements that a rank sends to gather the weight or reduce-scatter its gradient."""
+        num_shards = layout.shard if self.is_expert else layout.shard * layout.expert
+        return self.numel * self.share(layout) * (num_shards - 1)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -148,12 +153,6 @@ class Activations:
     by_layer: tuple[float, ...]
     recomputed: float
     """Bytes that activation checkpointing recomputes at a time: those of one layer."""
-
-    def with_extra(self, num_bytes: float, *, is_saved: bool) -> Activations:
-        """Return a copy with `num_bytes` more in each layer, either saved or recomputed."""
-        if is_saved:
-            return replace(self, by_layer=tuple(size + num_bytes for size in self.by_layer))
-        return replace(self, recomputed=self.recomputed + num_bytes)
 
     @property
     def total(self) -> float:
@@ -426,13 +425,18 @@ class _Planner:
             # A rank saves the tokens that its experts received, including its own.
             tokens = self.tokens // self.num_batches
             received = self._received_elements(layout, tokens) / self.model.num_layers
-            activations = activations.with_extra(
-                self.token_item_bytes * received, is_saved=not self.model.activation_checkpointing
-            )
+            extra = self.token_item_bytes * received  # in each layer, saved or recomputed
+            if self.model.activation_checkpointing:
+                activations = replace(activations, recomputed=activations.recomputed + extra)
+            else:
+                by_layer = tuple(size + extra for size in activations.by_layer)
+                activations = replace(activations, by_layer=by_layer)
         local = item_bytes * _stored_elements(sizes.all, layout)
         state = item_bytes / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
-        outside = item_bytes * _gathered_elements(sizes.outside, layout)
-        layers = [item_bytes * _gathered_elements(layer, layout) for layer in sizes.layers]
+        outside, *layers = (
+            item_bytes * sum(w.numel / (layout.expert if w.is_expert else 1) for w in weights)
+            for weights in (sizes.outside, *sizes.layers)
+        )
         if self.num_batches > 1:  # gradients accumulate unsharded until the last batch
             gradients, saved = outside + sum(layers), activations.total
         else:
@@ -451,9 +455,8 @@ class _Planner:
 
     def _traffic(self, layout: Layout) -> Traffic:
         sizes, item_bytes = self.sizes, self.item_bytes
-        once = item_bytes * sum(_sent_elements(w, layout) for w in sizes.all)
-        in_layers = (weight for layer in sizes.layers for weight in layer)
-        layers = item_bytes * sum(_sent_elements(w, layout) for w in in_layers)
+        once = item_bytes * sum(weight.sent(layout) for weight in sizes.all)
+        layers = item_bytes * sum(w.sent(layout) for layer in sizes.layers for w in layer)
         sent = self._received_elements(layout, self.tokens) * (1 - 1 / layout.expert)
         # To the experts and back, forward and backward; recomputing the forward pass sends tokens again.
         num_sends = 6 if self.model.activation_checkpointing else 4
@@ -484,14 +487,3 @@ class _Planner:
 def _stored_elements(weights: Iterable[Weight], layout: Layout) -> float:
     """Return the largest number of elements of `weights` that a rank stores."""
     return sum(weight.numel * weight.share(layout) for weight in weights)
-
-
-def _gathered_elements(weights: Iterable[Weight], layout: Layout) -> float:
-    """Return the number of elements of `weights` that a rank holds while it computes with them."""
-    return sum(w.numel / layout.expert if w.is_expert else w.numel for w in weights)
-
-
-def _sent_elements(weight: Weight, layout: Layout) -> float:
-    """Return the number of elements that a rank sends to gather a weight or reduce-scatter its gradient."""
-    num_shards = layout.shard if weight.is_expert else layout.shard * layout.expert
-    return weight.numel * weight.share(layout) * (num_shards - 1)

@@ -198,9 +198,8 @@ def time_arms(
 
 def _step_time(config: TrainConfig, calls: int, seconds: Sequence[float]) -> StepTime:
     median = statistics.median(seconds)
-    tokens = config.data.batch_size * config.data.seq_len * config.trainer.accumulate_grad_batches
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return StepTime(median, tokens / median, calls * len(seconds), (low, high))
+    return StepTime(median, config.tokens_per_step / median, calls * len(seconds), (low, high))
 
 
 def timing_file(times: dict[str, StepTime]) -> dict[str, Any]:

@@ -75,18 +75,17 @@ def start(config: TrainConfig, resume: Resume | None) -> Path:
 
 def describe_run(config: TrainConfig, resume: Resume | None = None) -> str:
     """Return a description of the run to train, with its duration if it is the default run."""
-    model, data, trainer = config.model, config.data, config.trainer
+    model, trainer = config.model, config.trainer
     cost = Budget.of(config).model
     blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
     layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)} with {blocks}"
     active = compact(cost.active_params)
     used = f" ({active} used by a token)" if cost.active_params != cost.params else ""
-    tokens = data.batch_size * data.seq_len * trainer.accumulate_grad_batches
     default = TrainConfig()
     is_default = all(getattr(config, part) == getattr(default, part) for part in DECIDES_TIME)
     time = DEFAULT_TIME if is_default and resume is None else "the first steps show the time left"
     verb = "training" if resume is None else f"resuming {resume.folder}"
     return printable(
         f"{verb}: {layers}; {compact(cost.params)} parameters{used}; {trainer.max_steps:,} steps of "
-        f"{tokens:,} tokens (corpus {data.corpus.type}); {time}"
+        f"{config.tokens_per_step:,} tokens (corpus {config.data.corpus.type}); {time}"
     )
