@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,22 +104,16 @@ def _activations(model: Decoder, inputs: Tensor) -> dict[str, list[Tensor]]:
     def keep(row: str, activation: Any) -> None:
         found.setdefault(row, []).append(getattr(activation, "hidden", activation).float())
 
-    handles = [
-        module.register_forward_hook(lambda _, inputs, output, row=row: keep(row, output))
-        for row, module in _measured_modules(model)
-    ]
-    handles.append(
-        model.final_norm.register_forward_pre_hook(
-            lambda _, inputs: keep("residual stream", inputs[0])
-        )
-    )
-    model.eval()
-    try:
+    with ExitStack() as hooks:
+        for row, module in _measured_modules(model):
+            hook = module.register_forward_hook(lambda *call, row=row: keep(row, call[-1]))
+            hooks.enter_context(hook)
+        norm = model.final_norm
+        residual = norm.register_forward_pre_hook(lambda _, x: keep("residual stream", x[0]))
+        hooks.enter_context(residual)
+        hooks.callback(model.train)
+        model.eval()
         found["logits"] = [model(inputs).logits.float()]
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.train()
     return found
 
 

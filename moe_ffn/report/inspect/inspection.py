@@ -6,6 +6,7 @@ T tokens of a text
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -140,13 +141,9 @@ def observe(
 
         return hook
 
-    handles = [
-        cast("DecoderLayer", decoder.layers[layer]).ffn.register_forward_hook(hook_of(layer))
-        for layer in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            ffn = cast("DecoderLayer", decoder.layers[layer]).ffn
+            hooks.enter_context(ffn.register_forward_hook(hook_of(layer)))
         assignments = route_windows(decoder, text.windows)
-    finally:
-        for handle in handles:
-            handle.remove()
     return networks, {n: found for n, found in assignments.items() if layer_number(n) in layers}
