@@ -109,6 +109,9 @@ class StudyConfig(Config, frozen=True):
     with that arm at the same grid values."""
     baselines: dict[str, str | None] = Field(default={})
     """Arm -> arm to compare it with, in place of `baseline`; null: none."""
+    sizes: list[str] = Field(default=[])
+    """Sizes of models, the smallest first, if arms are named SIZE_BLOCK: [small, large] for small_moe and
+    large_moe. The page then shows the blocks side by side at each size, and the curves of the largest."""
     equality_margin: float = Field(default=EQUALITY_MARGIN, gt=0)
     """Nats per token: arms are equal if tests show that they differ by less. Set it before the runs."""
     training_flops: float | None = Field(default=None, gt=0)
@@ -139,6 +142,12 @@ class StudyConfig(Config, frozen=True):
             for name in (arm, base or arm):
                 if name not in arms:
                     raise ValueError(f"baselines.{arm}: {_no_arm(name, arms)}")
+        for name in arms if self.sizes else ():
+            if name.partition("_")[0] not in self.sizes:
+                raise ValueError(
+                    f"sizes: {show(name)} begins with none of {', '.join(self.sizes)} and an underscore; "
+                    "rename the arm, or add its size"
+                )
         if self.tuning is not None:
             for key in self.tuning.grid:
                 if key in self.grid:

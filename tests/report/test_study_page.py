@@ -127,6 +127,37 @@ def test_the_page_has_question_design_and_result(page: StudyPage) -> None:
     assert page.summary == f"| [Do gates beat activations?](gating.md) | {verdict[1]} |"
 
 
+def test_blocks_stand_side_by_side_at_each_size() -> None:
+    losses = {"s_gelu": 1.9, "s_moe": 2.0, "l_gelu": 1.9, "l_moe": 1.7}
+    results = [
+        run.model_copy(
+            update={"budget": Budget(Cost(active, active, active), Cost(1, 1, 1), tokens)}
+        )
+        for size, active, tokens in (("s", 1_000_000, 20_000_000), ("l", 3_000_000, 60_000_000))
+        for run in gating(**{arm: loss for arm, loss in losses.items() if arm.startswith(size)})
+    ]
+    results = [run for run in results if (run.arm, run.seed) not in {("s_moe", 0), ("l_moe", 2)}]
+    text = """
+    arms: {s_gelu: {}, s_moe: {model.ffn: moe}, m_moe: {}, l_gelu: {}, l_moe: {}}
+    sizes: [s, m, l]
+    baseline: s_gelu
+    baselines: {l_gelu: null, l_moe: l_gelu}
+    """
+    page = study_page(study(text), results)
+    result = sections(page)["Result"]
+
+    assert (
+        "| block | s: 1.00 M active, 20.00 M tokens | l: 3.00 M active, 60.00 M tokens |" in result
+    )
+    assert "| gelu | baseline: 2.0003 | baseline: 2.0003 |" in result
+    assert "| moe | +0.1000 (2 seeds) | -0.2000 (2 seeds) |" in result
+    assert "| moe | not reached | 0.91, 0.91 |" in result
+    assert "- s_moe minus" not in result
+    assert lines_of(page.figures["sizes"]) == ["gelu", "moe"]
+    assert [x for trace in page.figures["sizes"].data[2:3] for x in trace.x] == [1e6, 3e6]
+    assert {line.split()[0] for line in lines_of(page.figures["curves"])} == {"l_gelu", "l_moe"}
+
+
 def test_the_answer_comes_first_and_results_of_other_arms_are_ignored(
     results: list[RunResult],
 ) -> None:

@@ -176,6 +176,10 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
             "baseline: there is no arm 'rleu'; did you mean 'relu'?",
         ),
         (
+            "{arms: {s_relu: {}, moe: {}}, sizes: [s, m]}",
+            "sizes: 'moe' begins with none of s, m and an underscore; rename the arm, or add its size",
+        ),
+        (
             "{arms: {relu: {}, moe: {}}, baselines: {moe: rleu}}",
             "baselines.moe: there is no arm 'rleu'; did you mean 'relu'?",
         ),

@@ -14,7 +14,7 @@ from moe_ffn.config.errors import printable
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.report.numbers import NONE, compact, number
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table
-from moe_ffn.studies.comparison import Arm, Comparison, p_text
+from moe_ffn.studies.comparison import Arm, Comparison, TimeToBaseline, p_text
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval
 
 
@@ -175,11 +175,8 @@ def _reached(comparison: Comparison) -> Table:
 
 def _reached_cell(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> str:
     reached = arm.reached
-    if reached is None:
-        return NONE
-    if reached.num_reached < reached.num_seeds:
-        count = f" ({reached.num_reached} of {reached.num_seeds})" if reached.num_reached else ""
-        return f"not reached{count}"
+    if reached is None or reached.num_reached < reached.num_seeds:
+        return _not_reached(reached)
     value = getattr(reached, key)
     whole = getattr(base, "steps" if key == "steps" else f"training_{key}")
     if value is None:
@@ -188,6 +185,79 @@ def _reached_cell(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> 
     if key == "steps" and arm.base and (interval := reached.interval):
         return f"{text(value)} ±{(interval.high - interval.low) / 2:,.0f}{share}"
     return f"{text(value)}{share}"
+
+
+def _not_reached(reached: TimeToBaseline | None) -> str:
+    if reached is None:
+        return NONE
+    count = f" ({reached.num_reached} of {reached.num_seeds})" if reached.num_reached else ""
+    return f"not reached{count}"
+
+
+def tables_by_size(comparison: Comparison, sizes: Sequence[str]) -> list[Table]:
+    """Return tables with a row for each block and a column for each size, of arms named SIZE_BLOCK."""
+    blocks = arms_by_block(comparison.arms, sizes)
+    shown = [size for size in sizes if any(size in arms for arms in blocks.values())]
+    examples = [next(arms[size] for arms in blocks.values() if size in arms) for size in shown]
+    headers = ["block"] + [
+        f"{size}: {compact(arm.budget.model.active_params)} active, {compact(arm.budget.tokens)} tokens"
+        for size, arm in zip(shown, examples, strict=True)
+    ]
+
+    def table(title: str, cell: Callable[[Arm, Arm], str], legend: Sequence[str]) -> Table:
+        rows = [
+            [block]
+            + [cell(a, comparison.base_of(a)) if (a := arms.get(s)) else NONE for s in shown]
+            for block, arms in blocks.items()
+        ]
+        return Table(title, headers, rows, legend)
+
+    return [
+        table(
+            "Difference from the baseline of each size",
+            _difference_cell,
+            [
+                "nats per token, paired by seed; of a baseline, its loss",
+                "±: 95 % interval over windows of the text for one seed, over seeds for three or more",
+            ],
+        ),
+        table(
+            "Training to the final loss of the baseline",
+            _shares_cell,
+            [
+                "steps, and seconds where they are known, as shares of the whole training of the baseline",
+            ],
+        ),
+    ]
+
+
+def arms_by_block(arms: Sequence[Arm], sizes: Sequence[str]) -> dict[str, dict[str, Arm]]:
+    """Return block -> size -> arm, of arms named SIZE_BLOCK; blocks are in the order of the largest size."""
+    blocks: dict[str, dict[str, Arm]] = {}
+    for size in reversed(sizes):
+        for arm in arms:
+            if arm.name.startswith(f"{size}_"):
+                blocks.setdefault(arm.name.removeprefix(f"{size}_"), {})[size] = arm
+    return blocks
+
+
+def _difference_cell(arm: Arm, base: Arm) -> str:
+    if arm is base:
+        return f"baseline: {arm.loss:.4f}"
+    if arm.difference is None:
+        return NONE
+    text = _with_margin(arm.difference.mean, arm.difference.interval, "+.4f")
+    return text if arm.difference.interval else f"{text} ({arm.difference.num_pairs} seeds)"
+
+
+def _shares_cell(arm: Arm, base: Arm) -> str:
+    reached = arm.reached
+    if reached is None or reached.num_reached < reached.num_seeds:
+        return _not_reached(reached)
+    shares = [reached.steps / base.steps] if reached.steps else []
+    if reached.seconds and base.training_seconds:
+        shares.append(reached.seconds / base.training_seconds)
+    return ", ".join(f"{share:.2f}" for share in shares)
 
 
 def tuning_tables(comparison: Comparison) -> Iterator[Table]:

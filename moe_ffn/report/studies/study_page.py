@@ -18,8 +18,22 @@ from moe_ffn.files import read_text, write_atomically
 from moe_ffn.report.html import render, write_page
 from moe_ffn.report.numbers import NONE, compact
 from moe_ffn.report.plots import figures_page, shared_script
-from moe_ffn.report.studies.arm_figures import axes_of, differences, frontier, losses, tuning
-from moe_ffn.report.studies.comparison_tables import markdown, tables, tuning_tables
+from moe_ffn.report.studies.arm_figures import (
+    SizedLine,
+    axes_of,
+    differences,
+    frontier,
+    losses,
+    over_sizes,
+    tuning,
+)
+from moe_ffn.report.studies.comparison_tables import (
+    arms_by_block,
+    markdown,
+    tables,
+    tables_by_size,
+    tuning_tables,
+)
 from moe_ffn.report.studies.fits import (
     FITS,
     Paragraphs,
@@ -230,7 +244,14 @@ def _same(runs: Sequence[RunResult]) -> str:
 
 def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Paragraphs:
     arms = comparison.arms
-    parts = ["\n".join(f"- {verdict}" for verdict in comparison.verdicts)]
+    if study.sizes:
+        title = "Difference from the baseline of each size"
+        lines = _lines_by_block(comparison, study.sizes)
+        figure = over_sizes(lines, "active parameters", title, "nats per token")
+        parts = [*map(markdown, tables_by_size(comparison, study.sizes))]
+        parts.insert(1, page.image("sizes", figure, title))
+    else:
+        parts = ["\n".join(f"- {verdict}" for verdict in comparison.verdicts)]
     if any(arm.difference for arm in arms):
         title = f"Difference from {comparison.baseline}"
         parts.append(page.image("differences", differences(comparison), title))
@@ -247,8 +268,25 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Para
     over = "tokens" if len({arm.budget.model.flops_per_token for arm in arms}) == 1 else "FLOPs"
     if over in axes_of(arms, "validation"):
         title = f"Validation loss over training {over}"
-        parts.append(page.image("curves", losses(arms, over), title))
+        by_size = [[a for a in arms if a.name.startswith(f"{size}_")] for size in study.sizes]
+        largest = [*filter(None, [arms, *by_size])][-1]
+        parts.append(page.image("curves", losses(largest, over), title))
     return parts
+
+
+def _lines_by_block(comparison: Comparison, sizes: Sequence[str]) -> list[SizedLine]:
+    """Return the differences of each block from the baseline of a size, over its active parameters."""
+    return [
+        SizedLine(
+            block,
+            {
+                float(comparison.base_of(arm).budget.model.active_params): gaps
+                for arm in by_size.values()
+                if (gaps := comparison.seed_differences(arm))
+            },
+        )
+        for block, by_size in arms_by_block(comparison.arms, sizes).items()
+    ]
 
 
 def _detectable(losses: Sequence[float]) -> str:
