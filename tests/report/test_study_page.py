@@ -104,8 +104,8 @@ def page(results: list[RunResult]) -> StudyPage:
 
 def test_the_page_has_question_design_and_result(page: StudyPage) -> None:
     found = sections(page)
-    titles = ["What would change our mind", "What this does not show", "How it was made"]
-    assert list(found) == ["", "Design", "Result", *titles]
+    titles = ["What would change our mind", "What this does not show", "Design", "How it was made"]
+    assert list(found) == ["", "Result", *titles]
     assert found[""].startswith("# Do gates beat activations?\n\nPublished: ReLU 1.997")
     assert "| gelu | dense" in found["Design"]
     assert "| swiglu | `model.ffn: dense" in found["Design"]
@@ -113,6 +113,7 @@ def test_the_page_has_question_design_and_result(page: StudyPage) -> None:
     assert "| swiglu | 3 | 2.0003 " in found["Result"]
     assert found["What would change our mind"].strip() == "A larger model."
     assert "Models of 500 parameters, trained on 1.00 k tokens" in found["What this does not show"]
+    assert "The intervals cover only seeds, not other corpora" in found["What this does not show"]
     for said in (
         "moe-ffn sweep --config configs/studies/gating.yaml",
         "| processor | a fast one |",
@@ -171,6 +172,7 @@ def test_the_answer_comes_first_and_results_of_other_arms_are_ignored(
         study_page(study(GATING), with_another[-1:])
     begun = page_of(GATING, gating(swiglu=1.9)[:1])
     assert "swiglu: one run with one seed" in begun["Result"]
+    assert "cover only windows of this text, not seeds," in begun["What this does not show"]
 
 
 def test_one_arm_gives_the_differences_that_seeds_can_detect() -> None:

@@ -148,6 +148,8 @@ def study_page(
         design=_design(comparison),
         pairing=_pairing([arm.results[0] for arm in arms]),
         result=result,
+        tables=map(markdown, tables(comparison)) if study.sizes else [],
+        covered=_COVERED[frozenset(arm.interval_over for arm in arms if arm.interval)],
         all_flops=all_flops,
         tuning=tuned,
         fits=fits,
@@ -164,6 +166,15 @@ def study_page(
     question = f"[{study.question.strip() or study.name}]({study.name}.md)"
     page.summary = markdown_row([question, re.split(r"(?<=\.)\s", answer)[0]])
     return page
+
+
+_COVERED = {
+    frozenset[str](): "windows of this text, not seeds,",
+    frozenset({"windows"}): "windows of this text, not seeds,",
+    frozenset({"seeds"}): "seeds, not",
+    frozenset({"seeds", "windows"}): "seeds, or windows of this text for arms of one seed, not",
+}
+"""What the intervals of arms are over -> what they cover, and how the sentence goes on."""
 
 
 def _short_verdict(comparison: Comparison) -> str:
@@ -256,7 +267,8 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Para
         title = f"Difference from {comparison.baseline}"
         parts.append(page.image("differences", differences(comparison), title))
     parts.append(page.image("cost", frontier(comparison), "Final loss over training FLOPs"))
-    parts += map(markdown, tables(comparison))
+    if not study.sizes:
+        parts += map(markdown, tables(comparison))
     parts += [f"Note: {note}" for note in comparison.notes]
     if len(arms) == 1 and len(arms[0].losses) > 2:
         parts.append(_detectable(list(arms[0].losses.values())))
