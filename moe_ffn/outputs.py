@@ -16,10 +16,7 @@ from moe_ffn import notebook_cards
 
 
 def summarize(value: Any) -> str:
-    """Describe a dataclass on one line: `TokenContext(mask=bool[2, 16] on cpu)`.
-
-    Fields that are None are omitted; tensor values are not read.
-    """
+    """Describe a dataclass on one line, without None or values: `TokenContext(mask=bool[2, 16] on cpu)`."""
     items = ((field.name, getattr(value, field.name)) for field in fields(value))
     shown = (f"{name}={brief(item)}" for name, item in items if item is not None)
     return f"{type(value).__name__}({', '.join(shown)})"
@@ -226,10 +223,8 @@ class Routing:
         return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.active_N
 
     def require(self, name: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
-        """Return `logits_TE` or `scores_TE`.
-
-        Raises:
-            ValueError: the router returns no tables; the message names `needed_by`, a loss or a metric.
+        """Return `logits_TE` or `scores_TE`; ValueError, which names the loss or metric, if the router
+        returns no tables.
         """
         table_TE = getattr(self, name)
         if table_TE is None:

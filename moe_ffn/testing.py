@@ -220,14 +220,8 @@ class PartChecks:
     def require_gradient(
         self, output: Tensor, inputs: Sequence[Tensor], name: str, inputs_name: str, advice: str
     ) -> None:
-        """Raise if an output has no nonzero gradient with respect to any of the inputs.
-
-        Args:
-            output: tensor computed from `inputs` with gradients.
-            inputs: tensors to differentiate with respect to.
-            name: name of `output` in the message.
-            inputs_name: name of `inputs` in the message.
-            advice: end of the message.
+        """Raise if `output`, named `name` in the message, has no nonzero gradient with respect to any of the
+        inputs.
         """
         grads: tuple[Tensor | None, ...] = (None,)
         if output.requires_grad:
@@ -345,12 +339,8 @@ class PartChecks:
         call: Callable[[Tensor, Tensor], Tensor],
         alone: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """Raise if a block or router for cached decoding computes a token differently on its own.
-
-        Args:
-            module: the part.
-            call: x (B, S, D) and token ids (B, S) -> outputs (B, S, ...).
-            alone: the same for one token, after calls with the earlier tokens.
+        """Raise if a part for cached decoding computes a token differently on its own. `call` maps x (B, S,
+        D) and token ids (B, S) to outputs (B, S, ...), `alone` one token, after calls with the earlier ones.
         """
         x, ids = self.x(), self.token_ids_BS()
         module.eval()
@@ -551,14 +541,8 @@ class _History:
 def miscounted(
     name: str, counted: int, num_built: int, ffn: FFNConfig | None, d_model: int
 ) -> ConfigError:
-    """Return the error for a part whose module has another number of parameters than `num_params` returns.
-
-    Args:
-        name: name of the part.
-        counted: result of `num_params`.
-        num_built: number of parameters of the module.
-        ffn: config of the part, if it is a feed-forward block; the message names its miscounted experts.
-        d_model: D.
+    """Return the error for a part with `num_built` parameters, not `counted` as `num_params` returns. It
+    names the miscounted experts of `ffn`, the config of a feed-forward block.
     """
     cause = "" if ffn is None else _miscounted_experts(ffn, d_model)
     return ConfigError(

@@ -133,9 +133,8 @@ class Config(BaseModel, frozen=True):
         return ()
 
     def model_dump(self, **arguments: Any) -> dict[str, Any]:
-        """Return the options as pydantic does, but nested configs with all options of their own class.
-
-        By default, pydantic would drop the options that the declared class of a field lacks.
+        """Return the options as pydantic does, but nested configs with the options that only their own class
+        has.
         """
         return super().model_dump(**{"serialize_as_any": True, **arguments})
 
@@ -271,10 +270,8 @@ class TaggedConfig(Config, frozen=True):
 
 
 def help_texts(cls: type[Config]) -> dict[str, str]:
-    """Return the help text of each option of `cls`: its `description`, or the docstring under it.
-
-    The docstrings are read from the source on demand: pydantic's `use_attribute_docstrings` doubles the
-    time of `import moe_ffn`.
+    """Return each option's `description` or the docstring under it, read from the source on demand:
+    pydantic's `use_attribute_docstrings` doubles the time of `import moe_ffn`.
     """
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):

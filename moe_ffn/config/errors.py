@@ -39,10 +39,7 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class UseCase:
-    """Conditions under which a block or router will run: causal model, cache, device, ranks.
-
-    A config that does not support them returns the reason from `unsupported`.
-    """
+    """Conditions under which a block or router will run; its config returns why not from `unsupported`."""
 
     causal: bool = False
     """The model is causal: no output may depend on later tokens."""
@@ -141,10 +138,7 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def printable(text: str, also: str = "") -> str:
-    r"""Escape unprintable characters as `\x1b`, since they could reprogram a terminal.
-
-    Spaces of any width and the characters in `also` are kept.
-    """
+    r"""Escape unprintable characters, which could reprogram a terminal, except spaces and those in `also`."""
     return "".join(
         c if c.isprintable() or c in also or unicodedata.category(c) == "Zs" else escaped(c)
         for c in text

@@ -79,11 +79,7 @@ _permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lamb
 
 @contextmanager
 def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
-    """Make `import_class` call `permit` before it first runs a module or file.
-
-    Args:
-        permit: raises a ConfigError if the code must not run.
-    """
+    """Call `permit`, which may raise ConfigError, before `import_class` first runs a module or file."""
     token = _permit.set(permit)
     try:
         yield
@@ -137,11 +133,7 @@ def import_class(tag: str, family: type[Class]) -> type[Class]:
 
 
 def find_code(where: str) -> Code:
-    """Read the code that a tag names, without running it.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Read the code that a tag names, without running it; ConfigError if the file cannot be read."""
     if not where.endswith(".py"):
         path = file_of_module(where)
         try:
@@ -235,12 +227,8 @@ def tag_of(cls: type) -> str:
 @contextmanager
 def explaining_custom_errors(culprit: str = "") -> Iterator[None]:
     """Turn an error of custom code, `sys.exit` included, into a ConfigError that names its file and line.
-
-    Ctrl-C and exits after a signal are raised unchanged. Without a `culprit`, so is an error whose traceback
-    has no custom code.
-
-    Args:
-        culprit: subject of the message; by default the custom file in the traceback.
+    Raise exits by signal unchanged, and without a `culprit`, the subject of the message, also errors without
+    custom code in their traceback.
     """
     try:
         yield

@@ -40,10 +40,8 @@ def accepting_code(accept: bool = True) -> Iterator[None]:
 
 @contextmanager
 def only_trusted_code(folder: Path) -> Iterator[None]:
-    """Import only trusted code while the run in `folder` is read.
-
-    Raises:
-        UntrustedCodeError: the run names untrusted code, which was not run.
+    """Import only trusted code while the run in `folder` is read; else raise UntrustedCodeError, and run
+    nothing.
     """
     untrusted: list[Code] = []
 

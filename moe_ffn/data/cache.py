@@ -30,13 +30,9 @@ _ABANDONED_SECONDS = 86_400
 
 @contextlib.contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` if the block ends without an error.
-
-    The block must call `seal` at its end, and must write inside `writing`. If another process was faster and
-    its folder is intact, its folder is kept. Abandoned temporary folders are removed.
-
-    Raises:
-        ConfigError: the folder cannot be written.
+    """Yield a temporary folder that replaces `folder` unless the block raises; ConfigError if that fails. The
+    block must call `seal` at its end, and write inside `writing`. An intact folder of a faster process is
+    kept.
     """
     built = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
@@ -77,12 +73,8 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
-    """Return the metadata that `seal` wrote; None if the folder is missing or has changed.
-
-    A file is hashed only if its size or modification time changed after `seal`.
-
-    Args:
-        only: name of the only file to check; None checks all.
+    """Return the metadata that `seal` wrote, after checking all files, or `only` one; None if missing or
+    changed. A file is hashed only if its size or modification time has changed.
     """
     meta = read_object(folder / _META)
     try:

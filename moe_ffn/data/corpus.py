@@ -71,11 +71,8 @@ class CorpusConfig(TaggedConfig, frozen=True):
         """Raise ConfigError if a file that the config names is missing; read no file."""
 
     def stamp(self) -> str | None:
-        """Return a digest of the names, sizes and modification times of all files.
-
-        None without files, or if one has just changed or vanished.
-
-        A corpus with the same stamp is not read again.
+        """Return a digest of names, sizes and times of all files; a corpus with the same stamp is not read
+        again. None without files, or if one has just changed or vanished.
         """
         return None
 

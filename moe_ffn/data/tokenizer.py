@@ -200,13 +200,8 @@ class FileTokenizerConfig(TokenizerConfig, frozen=True):
 
 
 def read_tokenizer(path: Path, where: str) -> Tokenizer:
-    """Read a tokenizer.json of Hugging Face or of a run's folder.
-
-    Args:
-        where: beginning of error messages.
-
-    Raises:
-        ConfigError: the file is missing, damaged, or of another type of tokenizer.
+    """Read a tokenizer.json of Hugging Face or of a run's folder. Raise ConfigError, whose message begins
+    with `where`, if it is missing, damaged, or of another type.
     """
     try:
         values = read_object(path)
@@ -253,13 +248,8 @@ class BPETokenizer(Tokenizer):
     """Trained byte-pair encoding; the text `<|endoftext|>` is encoded as text, not as the special token."""
 
     def __init__(self, definition: Mapping[str, Any], where: str = _STORED) -> None:
-        """Read the content of a byte-level `tokenizer.json` of Hugging Face.
-
-        Args:
-            where: beginning of error messages.
-
-        Raises:
-            ConfigError: the content is damaged, loses text, or is of another type of tokenizer.
+        """Read a byte-level `tokenizer.json` of Hugging Face. Raise ConfigError, whose message begins with
+        `where`, if it is damaged, loses text, or is of another type.
         """
         tokenizers = _import_tokenizers()
         try:
@@ -328,10 +318,8 @@ def _bytes_of(token: str, byte_of: Mapping[str, int], where: str) -> bytes:
 
 
 def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
-    """Return the bytes of a token of any `tokenizer.json`.
-
-    Args:
-        byte_level: characters stand for bytes, as in GPT-2; otherwise U+2581 is a space and `<0xE2>` a byte.
+    """Return the bytes of a token: its characters stand for bytes as in GPT-2, or if not `byte_level`, U+2581
+    is a space and `<0xE2>` a byte.
     """
     if byte_level:
         byte_of = _alphabet()

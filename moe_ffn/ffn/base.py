@@ -275,10 +275,7 @@ def round_name(number: int) -> str:
 
 
 def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values of an inner block with their routing names prefixed by `outer`.
-
-    `routing`, the name of a block's own router, becomes `outer`; `inner` becomes `outer/inner`.
-    """
+    """Prefix names of an inner block: `routing`, its own, becomes `outer`, and `inner` `outer/inner`."""
     return {
         outer if name == OWN_ROUTING else f"{outer}/{name}": value for name, value in values.items()
     }
@@ -379,19 +376,15 @@ def _check_context(context: TokenContext, leading_shape: torch.Size, device: tor
 
 
 def without_padding(x: Tensor, context: TokenContext | None) -> Tensor:
-    """Return `x` (..., d_model) with zeros for padding.
-
-    Otherwise NaN in padding would reach the gradients of the weights as 0 * NaN.
-    """
+    """Return `x` (..., d_model) with zeros for padding, whose NaN would reach the gradients as 0 * NaN."""
     if context is None or context.mask is None:
         return x
     return x.masked_fill(~context.mask.unsqueeze(-1), 0)
 
 
 def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
-    """Return `x` (..., d_model) as (T, d_model) with zeros for padding, and the flattened context.
-
-    Call `check_input` on both first.
+    """Return `x` (..., d_model) as (T, d_model) with zeros for padding, and its context; `check_input` comes
+    first.
     """
     context = context or TokenContext()
     leading_shape = x.shape[:-1]

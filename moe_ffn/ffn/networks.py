@@ -30,9 +30,8 @@ from moe_ffn.routing.base import Router
 
 @dataclass(frozen=True)
 class Memory:
-    """Hidden units of one network as key-value memories; each adds activation * value to the output.
-
-    Geva et al. 2021 (arXiv:2012.14913), equation 2.
+    """Hidden units of a network as key-value memories: each adds activation * value (arXiv:2012.14913, eq.
+    2).
     """
 
     name: str

@@ -166,12 +166,8 @@ BIASED_GROUPS = {**BIASED, "renormalize": hf_option("norm_topk_prob"), "groups":
 def moe(
     router: Any, width: Any = MOE_INTERMEDIATE, count: str = "num_experts", **options: Any
 ) -> dict[str, Any]:
-    """Return the template of a Mixture of Experts.
-
-    Args:
-        width: hidden width of an expert.
-        count: their option with the number of experts.
-        options: our options to add or change.
+    """Return the template of a Mixture of Experts, whose number is their option `count`; `options` change
+    ours.
     """
     experts = {"type": gate(), "d_ff": width}
     base = {"type": "moe", "num_experts": hf_option(count), "router": router, "experts": experts}
@@ -283,11 +279,7 @@ SCORE = translated({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "sco
 
 
 def step_experts(config: Any, option: str) -> dict[str, Any]:
-    """Return the experts of Step-3.7's first layer.
-
-    Args:
-        option: their option with the limit of each layer; 0 means no limit.
-    """
+    """Return the experts of Step-3.7's first layer; their `option` has each layer's limit, 0 for none."""
     limit = (getattr(config, option) or [0])[0]
     clamp = {"alpha": 1.0, "limit": limit, "added": 0.0, "clamp": "after"} if limit else {}
     return {

@@ -89,15 +89,8 @@ def convert_tensors(
     *,
     gradients: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the tensors of a block of transformers by our names, with the shapes and dtypes of `ours`.
-
-    Args:
-        theirs: weights of their block, or gradients of the weights, by their names.
-        ours: weights of our block by name; only shapes and dtypes are used.
-        gradients: True if `theirs` are gradients, possibly of only some weights.
-
-    Raises:
-        ConfigError: one of our tensors, or of theirs, has no counterpart.
+    """Return the tensors of a block of transformers by our names, with the shapes and dtypes of `ours`. With
+    `gradients`, `theirs` are gradients, perhaps of few weights. ConfigError if a tensor has no counterpart.
     """
     converted: dict[str, Tensor] = {}
     used: set[str] = set()

@@ -31,19 +31,11 @@ MAX_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """A causal decoder and its tokenizer as a model of lm-eval.
-
-    An end-of-document token precedes each text, as in training.
-    """
+    """A causal decoder and its tokenizer as a model of lm-eval; an end of document precedes each text."""
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int = 16) -> None:
-        """
-        Args:
-            decoder: a decoder in evaluation mode, on the device to use.
-            batch_size: number of requests in a batch; they share the experts' capacity.
-
-        Raises:
-            ConfigError: the decoder is not causal.
+        """Take a decoder in evaluation mode, on its device, and the number of requests in a batch, which
+        share the experts' capacity; ConfigError unless it is causal.
         """
         super().__init__()
         if not decoder.config.causal:

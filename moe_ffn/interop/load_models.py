@@ -107,11 +107,7 @@ def require_known_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None
 
 
 def load_hf_model(folder: Path, **options: Any) -> Any:
-    """Load a language model in evaluation mode; for arguments see `load_with_info`.
-
-    Raises:
-        ConfigError: see `route_text`.
-    """
+    """Load a language model in evaluation mode; see `load_with_info`, and for errors `route_text`."""
     model, info = load_with_info(folder, **options)
     if missing := sorted(info["missing_keys"]):  # transformers initialises them at random
         raise ConfigError(
@@ -129,17 +125,9 @@ def max_length_of(model: Any) -> int | None:
 def load_with_info(
     folder: Path, *, accepts_encoder: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a language model, from only config.json and safetensors, and lists of wrong weights.
-
-    Args:
-        accepts_encoder: also load an encoder with a decoder.
-        options: further arguments of `from_pretrained`.
-
-    Returns:
-        The model, and the `output_loading_info` of transformers, such as `missing_keys`.
-
-    Raises:
-        ConfigError: see `route_text`; missing weights raise nothing.
+    """Return a language model, read from config.json and safetensors only, and transformers'
+    `output_loading_info`, such as `missing_keys`; for errors see `route_text`, but missing weights raise
+    nothing. `options` go to `from_pretrained`; `accepts_encoder` also loads an encoder with a decoder.
     """
     transformers = import_transformers()
     config = read_object(folder / MODEL_CONFIG_FILE) or {}
@@ -215,10 +203,8 @@ def base_of_adapter(folder: Path) -> str | None:
 def load_adapter(
     folder: Path, base: Any, base_folder: Path, *, is_trainable: bool = False
 ) -> AdaptedModel:
-    """Put the adapter in a folder onto a model, which was loaded from `base_folder`.
-
-    Raises:
-        ConfigError: peft is not installed, the weights are not safetensors, or a shape does not fit.
+    """Put the adapter in a folder onto a model from `base_folder`; ConfigError without peft or safetensors,
+    or if a shape does not fit.
     """
     try:
         import peft

@@ -125,11 +125,7 @@ def run(
 
 
 def weights_of(experts: Any) -> ExpertWeights:
-    """Return the weights of an experts module, as views if possible.
-
-    Raises:
-        NotImplementedError: see `run`.
-    """
+    """Return the weights of an experts module, as views if possible; for errors see `run`."""
     if experts.has_post_expert_norm:
         raise _unsupported(experts, "a norm after each expert")
     gated, has_bias = bool(experts.has_gate), bool(experts.has_bias)

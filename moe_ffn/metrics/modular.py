@@ -135,12 +135,7 @@ class LanguageMetrics(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), "sum")
 
     def update(self, nats: Tensor, num_bytes: Tensor) -> None:
-        """Add one batch.
-
-        Args:
-            nats: cross-entropy of each predicted token, any shape.
-            num_bytes: bytes of text of each predicted token, same shape.
-        """
+        """Add the cross-entropy of each predicted token, any shape, and its bytes of text, same shape."""
         if nats.shape != num_bytes.shape:
             raise ValueError(
                 f"num_bytes must have the shape of nats, {tuple(nats.shape)}, but has "
@@ -156,9 +151,8 @@ class LanguageMetrics(Metric):
 
     @property
     def loss_so_far(self) -> Tensor:
-        """Loss of this rank since the last reset, nats per token; nan before the first batch.
-
-        Does not wait for other ranks.
+        """Loss of this rank since the last reset, nats per token, without waiting for others; nan before the
+        first batch.
         """
         return (self.nats / self.num_tokens).float()
 

@@ -111,9 +111,8 @@ def label(text: str) -> str:
 
 
 def figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str) -> go.Figure:
-    """Return a figure; `layout.meta` holds the title and note as plain text.
-
-    The constructor validates the figure once; `update_` methods would take a hundred times as long.
+    """Return a figure; `layout.meta` holds title and note. The constructor validates once; `update_` methods
+    would take a hundred times as long.
     """
     margin = {**layout["margin"], "t": layout["margin"]["t"] + TITLE_HEIGHT}
     own = {

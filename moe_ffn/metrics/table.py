@@ -514,10 +514,8 @@ def result_columns() -> list[Metric]:
 
 
 def measured_in(*measured: Measured, is_pairs_only: bool = False) -> list[Metric]:
-    """Return the layer metrics that cover these batches; their `measure` is the computation to use.
-
-    Args:
-        is_pairs_only: for a `PairsOnlyRouting`, see `Routing.is_pairs_only`.
+    """Return the layer metrics that cover these batches, with the `measure` for tables or a
+    `PairsOnlyRouting`.
     """
     metrics = [metric for metric in LAYER_METRICS.values() if metric.measured in measured]
     if is_pairs_only:

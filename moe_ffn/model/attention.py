@@ -106,10 +106,8 @@ class AttentionConfig(Config, frozen=True):
     def build(
         self, d_model: int, causal: bool, norm: NormConfig, window: int | None = None
     ) -> nn.Module:
-        """Return a newly initialised module.
-
-        Args:
-            window: the window of its layer; `DecoderConfig.layer_windows` reads `window_at`.
+        """Return a new module with its layer's window, which `DecoderConfig.layer_windows` reads from
+        `window_at`.
         """
         if self.latent is not None:
             return LatentAttention(self, self.latent, d_model, causal, norm, window)
@@ -248,8 +246,7 @@ class _Attention(nn.Module):
 
     def _mask(self, x_BSD: Tensor, mask_BS: Tensor | None) -> Tensor | None:
         """Return True where a token may attend, bool (B or 1, 1, S, S); None for all (earlier) tokens.
-
-        Every token may attend to itself, since the softmax of a padding token's row would otherwise be NaN.
+        Padding attends to itself, since the softmax of its row would otherwise be NaN.
         """
         length = x_BSD.shape[1]
         has_window = self.window is not None and self.window < length
@@ -265,9 +262,8 @@ class _Attention(nn.Module):
 
 
 def _is_compiled(*heads: Tensor) -> bool:
-    """Return True if the C++ kernel trains attention on these queries, keys and values.
-
-    Without gradients torch computes attention, because oneDNN compiles code for each new sequence length.
+    """Return True if the C++ kernel trains attention on these heads. Without gradients torch computes it,
+    because oneDNN compiles code for each new sequence length.
     """
     return (
         needs_gradient(*heads)
@@ -388,9 +384,8 @@ class SinkAttention(SelfAttention):
     def _with_sink(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Append a key whose score with every query is the sink's logit, and whose value is zero.
-
-        In the units that queries get for this, all other keys are zero.
+        """Append a key with value zero, whose score with every query is the sink's logit: queries get units
+        for it, which are zero in all other keys.
         """
         units = (self.sink_H / (SINK_UNITS * scale)).to(query.dtype)[:, None, None]
         query = torch.cat([query, units.expand(*query.shape[:3], SINK_UNITS)], dim=-1)

@@ -162,14 +162,9 @@ class DecoderConfig(Config, frozen=True):
         return routers
 
     def with_k(self, k_at: Mapping[str, int], option: str = "k_at") -> DecoderConfig:
-        """Return the config for evaluation with other numbers of experts per token.
-
-        Args:
-            k_at: k by layers, as in `ffn_at`: {":": 4, "0": 1}; the last match wins.
-            option: name of `k_at` in messages.
-
-        Raises:
-            ValueError: k exceeds the experts, or no router of the layers chooses k experts by score.
+        """Return the config for evaluation with k experts per token by layers, as in `ffn_at`: {":": 4, "0":
+        1}. Raise ValueError, which names `option`, if k exceeds the experts or no router of the layers has a
+        k.
         """
         ffns = self.layer_ffns()
         for layers, k in k_at.items():
@@ -209,10 +204,8 @@ class DecoderConfig(Config, frozen=True):
         max_seq_len: int,
         on_layer: Callable[[DecoderLayer], None] | None = None,
     ) -> Decoder:
-        """Return a newly initialised module for sequences of up to `max_seq_len` tokens.
-
-        Args:
-            on_layer: called with each layer before the next one is built.
+        """Return a new module for up to `max_seq_len` tokens; `on_layer` gets each layer before the next is
+        built.
         """
         return Decoder(self, vocab_size, max_seq_len, on_layer)
 
@@ -304,11 +297,7 @@ def short_name(name: str) -> str:
 
 
 def parse_slice(text: str, option: str) -> slice:
-    """Parse `"1::2"` as a slice; `"3"` is a slice of one layer.
-
-    Args:
-        option: path of the option in messages.
-    """
+    """Parse `"1::2"` as a slice, and `"3"` as a slice of one layer; a ValueError names `option`."""
     try:
         numbers = [int(part) if part.strip() else None for part in text.split(":")]
     except ValueError:
@@ -332,10 +321,8 @@ def _rescale(module: nn.Module, scales: Mapping[str, ParameterScale], prefix: st
 
 
 def _build_with_own_seed(ffn: FFNConfig, d_model: int) -> FFNBlock:
-    """Build a block whose weights are drawn from a separate random generator.
-
-    However many numbers the block draws, the rest of the model gets the same initial weights. Two models with
-    the same seed therefore differ only in their feed-forward blocks.
+    """Build a block from a separate random generator, so that two models with the same seed differ only in
+    their feed-forward blocks, however many numbers these draw.
     """
     seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     with torch.random.fork_rng(devices=[]):

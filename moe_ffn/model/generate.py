@@ -29,11 +29,7 @@ class Sampling(Config, frozen=True):
     smallest set of most probable tokens with at least this total probability; None: from all."""
 
     def choose(self, logits_RV: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Sample the next token of each row, int64 (R,).
-
-        Raises:
-            RuntimeError: the largest logit of a row is NaN or infinite.
-        """
+        """Sample the next token of each row, int64 (R,); RuntimeError if its largest logit is not finite."""
         logits_RV = logits_RV.float()
         best_R1, ids_R1 = logits_RV.max(dim=-1, keepdim=True)
         if not best_R1.isfinite().all():

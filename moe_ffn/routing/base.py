@@ -237,19 +237,13 @@ class Router(nn.Module, ABC):
         """
 
     def observe(self, routing: Routing) -> Tensor | None:
-        """Return a tensor that the trainer sums over the batches of a step for `update`; None if unused.
-
-        Args:
-            routing: output of `forward` for one batch.
+        """Return a tensor of one batch's routing, which the trainer sums over a step for `update`; None if
+        unused.
         """
         return None
 
     def update(self, observed: Tensor) -> None:
-        """Update the router's buffers without gradient, once per optimizer step, before the optimizer.
-
-        Args:
-            observed: sum of the tensors from `observe`.
-        """
+        """Update the buffers, without gradient, by the sum from `observe`; the optimizer steps later."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `module.bfloat16()` calls this. Buffers keep their dtype: bfloat16 would lose a bias step of 0.001.
@@ -386,9 +380,8 @@ class RouterLinear(nn.Module):
 
 
 class _Float32Linear(torch.autograd.Function):
-    """`F.linear` in the dtype of the weight, which saves x in its own dtype for backward.
-
-    Autograd would save the converted copy: in bfloat16, a fifth of all saved activations of a layer.
+    """`F.linear` in the dtype of the weight, which saves x in its own dtype for backward: in bfloat16, a
+    converted copy would be a fifth of all saved activations of a layer.
     """
 
     generate_vmap_rule = True
@@ -480,9 +473,8 @@ def routing_of_pairs(
 
 
 def rankable_tokens(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Return bool (T,), True for tokens that may be ranked against each other: real, with finite logits.
-
-    Otherwise padding or a token with NaN could displace other tokens.
+    """Return bool (T,), True for real tokens with finite logits; others could displace tokens that they rank
+    with.
     """
     finite_T = logits_TE.isfinite().all(dim=-1)
     return finite_T if mask_T is None else finite_T & mask_T

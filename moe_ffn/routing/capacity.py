@@ -153,18 +153,14 @@ def _num_sequences(routing: Routing) -> int:
 
 
 def by_position(routing: Routing) -> Tensor:
-    """Earlier positions first, then earlier sequences, then the router's order of a token's pairs.
-
-    Causal: a later token never displaces an earlier token of any sequence in the batch.
+    """Earlier positions first, then earlier sequences, then pair order. Causal: no later token displaces an
+    earlier one.
     """
     return routing.token_indices_N % max(routing.sequence_length, 1)
 
 
 def by_probability(routing: Routing) -> Tensor:
-    """Larger weights first, as in batch-prioritised routing (Riquelme et al. 2021, V-MoE).
-
-    Not causal: a later token with a larger weight displaces an earlier token.
-    """
+    """Larger weights first, as in batch-prioritised routing (Riquelme et al. 2021, V-MoE). Not causal."""
     return -routing.weights_N.detach().nan_to_num(nan=-torch.inf)
 
 

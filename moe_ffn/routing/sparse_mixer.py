@@ -55,11 +55,8 @@ class SparseMixerRouter(LinearRouter):
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
     def pick(self, logits_TE: Tensor, remaining_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight and the id of the next expert, (T, 1) each.
-
-        Args:
-            logits_TE: the router's logits.
-            remaining_TE: the logits, with -inf for experts that were picked before.
+        """Return weight and id of the next expert, (T, 1) each; `remaining_TE` are the logits, -inf for
+        earlier picks.
         """
         with torch.no_grad():
             largest_T1, best_T1 = remaining_TE.max(dim=-1, keepdim=True)

@@ -75,10 +75,8 @@ class CarveConfig(InitialiserConfig, frozen=True):
         return with_blocks(source, made)
 
     def target(self, config: FFNConfig, d_model: int, layer: int) -> MoEConfig:
-        """Return the config of the carved layer.
-
-        Raises:
-            ConfigError: the block is not a SwiGLU without biases, or its width cannot be divided.
+        """Return the carved layer's config; ConfigError unless the block is a SwiGLU without biases of a
+        divisible width.
         """
         experts = as_experts(config, d_model)
         options = {} if experts is None else experts.to_dict()

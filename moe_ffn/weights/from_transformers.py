@@ -176,11 +176,8 @@ def _read_tensors(
     expected: Mapping[str, Tensor],
     prefixes: tuple[str, ...] = ("",),
 ) -> dict[str, Tensor]:
-    """Read the tensors of our model.
-
-    Args:
-        expected: our name -> a tensor of the expected shape.
-        prefixes: every tensor of the files whose name has such a prefix must be used.
+    """Read tensors by our names, with the shapes in `expected`; all tensors of the files with one of the
+    prefixes must be used.
     """
     with _open_weights(folder) as slices:
         pieces = {

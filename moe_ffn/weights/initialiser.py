@@ -75,11 +75,7 @@ def prefix_errors(prefix: str = "method.") -> Iterator[None]:
 
 
 def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock]]) -> Decoder:
-    """Return a copy of a decoder with other blocks in some layers.
-
-    Raises:
-        ConfigError: the decoder rejects such a block.
-    """
+    """Return a copy of a decoder with other blocks in some layers; ConfigError if it rejects one."""
     configs = [
         blocks[i][0] if i in blocks else c for i, c in enumerate(decoder.config.layer_ffns())
     ]
@@ -117,11 +113,8 @@ def block_inputs(
 
 
 def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNConfig, MoEFFN]]:
-    """Return (config with fewer experts of the same width, block) of each sparse layer.
-
-    Raises:
-        ConfigError: no layer is sparse, a layer has fewer experts than `num_experts`, or a router does not
-            support so few.
+    """Return (config with fewer experts of the same width, block) of each sparse layer. ConfigError without
+    sparse layers, or if a layer or router does not have or support so few experts.
     """
     resized: dict[int, tuple[FFNConfig, MoEFFN]] = {}
     for layer, (config, block) in enumerate(layer_blocks(decoder)):

@@ -78,11 +78,8 @@ class MergeConfig(InitialiserConfig, frozen=True):
 
 
 def group_experts(counts_E: Tensor, products_EE: Tensor, num_groups: int) -> list[list[int]]:
-    """Group each expert with the most similar of the most used experts, which comes first in its group.
-
-    Args:
-        counts_E: how often each expert was chosen.
-        products_EE: products of two experts' router logits, summed over tokens; the similarity is the cosine.
+    """Group each expert with the most similar of the most used experts, which comes first. `counts_E` counts
+    choices; `products_EE` sums products of two experts' router logits, whose cosine is the similarity.
     """
     norms_E = products_EE.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
     similarity_EE = products_EE / norms_E / norms_E.unsqueeze(-1)

@@ -70,14 +70,8 @@ class PruneConfig(InitialiserConfig, frozen=True):
 def observe_use(
     decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Measure the experts of a layer on a text.
-
-    Returns:
-        the number of pairs that each expert computed, int64 (E,); and the mean of g ||f|| over its pairs,
-        float64 (E,), 0 for an expert without pairs.
-
-    Raises:
-        ConfigError: the experts are of a custom type, whose separate outputs are not available.
+    """Return the pairs that each expert of a layer computed on a text, int64 (E,), and its mean g ||f|| over
+    them, float64 (E,), 0 without pairs; ConfigError for custom experts, which have no separate outputs.
     """
     weights = networks(block)
     if weights is None:

@@ -127,9 +127,8 @@ SHARED_EXPERT = _add_shared_expert(None, "sum", "the width of a routed expert")
 
 
 def added_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a weight that a model lacks: zeros, except for the gate of a shared expert.
-
-    llama.cpp computes the gate sigmoid(x) as silu(x) / x, which is NaN for x = 0.
+    """Return zeros for an added weight, but ones for the gate of a shared expert: llama.cpp computes
+    sigmoid(x) as silu(x) / x, NaN for 0.
     """
     fill = torch.ones if name.endswith("combine.gate.weight") else torch.zeros
     return fill(shape, dtype=dtype)

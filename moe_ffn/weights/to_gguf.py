@@ -165,11 +165,7 @@ def _add_scaling(
 
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Add a byte-level BPE.
-
-    Raises:
-        ConfigError: the tokenizer splits text by another rule than GPT-2.
-    """
+    """Add a byte-level BPE; ConfigError if it splits text by another rule than GPT-2."""
     definition = tokenizer.to_hugging_face() or {}
     splitting = definition.get("pre_tokenizer") or {}
     model = definition.get("model", {})

@@ -111,10 +111,8 @@ def experts_like(
     router: RouterConfig,
     layer: int,
 ) -> MoEConfig:
-    """Return the config of a layer whose experts are shards of a dense block.
-
-    Raises:
-        ConfigError: no expert type computes the block, or the router does not support this number of experts.
+    """Return the config of a layer whose experts are shards of a dense block; ConfigError if no type of
+    expert computes it, or the router does not support their number.
     """
     experts = as_experts(dense, d_model)
     if experts is None:
@@ -239,10 +237,8 @@ def _describe(weights: ExpertWeights | None) -> str:
 
 @torch.no_grad()
 def total_weight(router: Router, d_model: int, generator: Generator) -> float:
-    """Return the mean sum of a token's weights, over random tokens from N(0, 1).
-
-    Raises:
-        ConfigError: the router chooses no expert for these tokens.
+    """Return the mean sum of a token's weights over tokens from N(0, 1); ConfigError if the router chooses no
+    expert for them.
     """
     # Routers that choose by token id have the same sum for every token, so any ids do.
     x_TD = torch.randn(_PROBES, d_model, generator=generator, dtype=torch.float64)
