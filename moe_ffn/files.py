@@ -31,8 +31,6 @@ _KINDS = {
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 """Errors of `stat` for a missing file or a broken link."""
 
-_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows lacks it
-
 _FSYNC_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP}
 """Errors of file systems that cannot sync a folder."""
 
@@ -55,10 +53,9 @@ def kind_of(path: Path) -> str | None:
 
 
 def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
-    """Open a regular file; OSError for anything else, and for a link to be written."""
+    """Open a regular file, or a link to one; OSError for anything else."""
     _require_file(path)
-    no_follow = 0 if mode == "rb" else _O_NOFOLLOW
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags | no_follow, 0o666))
+    return path.open(mode)
 
 
 def read_bytes(path: Path) -> bytes:
