@@ -47,15 +47,9 @@ class TokenHistory(Protocol):
     """Values of earlier tokens, which a decoder stores to compute only the new ones; see `KVCache`."""
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
-        """Return the values of the previous `reach` tokens followed by `new`, and store the new values.
-
-        Args:
-            owner: the calling module; each of its calls in a forward pass has a separate buffer.
-            new: values of the new tokens, (B, S, ...).
-            reach: number of previous tokens.
-
-        Returns:
-            (B, reach + S, ...), zero before the first token.
+        """Return the values of the previous `reach` tokens followed by `new` (B, S, ...), and store these:
+        (B, reach + S, ...), zero before the first token. Each call of a module `owner` in a pass has its own
+        buffer.
         """
         ...
 
@@ -246,10 +240,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class VariableKRouting(Routing):
-    """Routing in which the number of experts per token depends on the data.
-
-    The router lists the maximum number of pairs, so that shapes do not depend on the data.
-    """
+    """Routing whose experts per token depend on the data; lists the maximum, for constant shapes."""
 
     selected_N: Tensor
     """bool, False for listed pairs that the router did not choose."""

@@ -294,13 +294,8 @@ class PartChecks:
     def require_blind_to_future(
         self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Raise if the model is causal and an output of the part changes with later tokens.
-
-        The check changes the second half of the tokens, then the last token.
-
-        Args:
-            module: the part.
-            call: x (B, S, D) and token ids (B, S) -> outputs (B, S, ...).
+        """Raise if the model is causal and outputs (B, S, ...) of `call`, given x (B, S, D) and token ids (B,
+        S), change with later tokens: with the second half, then with the last token.
         """
         length = min(self.seq_len, _MAX_LENGTH)
         if not self.causal or length == 1:

@@ -21,12 +21,8 @@ from typing import Any
 def lazy_names(
     package: str, names: Mapping[str, str], install: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package whose attributes are imported on first use.
-
-    Args:
-        package: its `__name__`.
-        names: public name -> the module that defines it.
-        install: command that an error names if a package is missing; None raises the original error.
+    """Return `__getattr__` and `__dir__` of a package, for names (public name -> its module) imported on
+    first use. An error for a missing package names the command `install`; None raises the original error.
     """
 
     def get(name: str) -> Any:

@@ -104,10 +104,8 @@ UNKNOWN_KEY = "unknown_key"
 def explain(
     error: ValidationError, unknown: Callable[[str, str], str] = lambda path, message: message
 ) -> list[str]:
-    """Return one sentence per mistake: `model.ffn.num_experts: must be at least 1, got 0`.
-
-    Args:
-        unknown: (path of an unknown key, message of its config) -> the message to show.
+    """Return one sentence per mistake: `model.ffn.num_experts: must be at least 1, got 0`. `unknown` maps the
+    path and message of an unknown key to the message to show.
     """
     lines: list[str] = []
     for item in error.errors(include_url=False):

@@ -108,13 +108,8 @@ def is_file_tag(text: str) -> bool:
 
 
 def import_class(tag: str, family: type[Class]) -> type[Class]:
-    """Import the subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
-
-    Importing logs a warning and runs the code of the module, unless `permitting_imports` forbids it.
-    Output of the code goes to stderr.
-
-    Raises:
-        ConfigError: the import failed, or `tag` names no subclass of `family`, or a method is missing.
+    """Import the subclass of `family` that a tag names, with a warning and output to stderr; its code runs
+    unless `permitting_imports` forbids it. ConfigError if that fails, the class is none, or lacks a method.
     """
     where, _, name = tag.rpartition(":")
     code = find_code(where)

@@ -27,12 +27,8 @@ _MAX_BYTES = 100_000
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any], where: str = "") -> RootConfig:
-    """Validate plain options; raise a ConfigError with one line per mistake.
-
-    A warning is logged before the code of a custom class runs.
-
-    Args:
-        where: name of the file or model that holds the options; each line of the message begins with it.
+    """Validate plain options; ConfigError with one line per mistake, which begins with `where`, the file or
+    model. A warning is logged before the code of a custom class runs.
     """
     try:
         with explaining_custom_errors():

@@ -61,11 +61,7 @@ class CorpusConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
-        """Return all documents, in the same order at every call.
-
-        Raises:
-            ConfigError: there is no document.
-        """
+        """Return all documents, in the same order at every call; ConfigError if there are none."""
 
     def require_files(self) -> None:
         """Raise ConfigError if a file that the config names is missing; read no file."""
@@ -132,13 +128,9 @@ class TextConfig(CorpusConfig, frozen=True):
             next(files_of(path), None)
 
     def documents(self) -> Iterator[Document]:
-        """Return the text files that `paths` name, each once.
-
-        The name of a document is its path below the folder or below the fixed part of the glob, so that
-        moving a corpus does not change its split.
-
-        Raises:
-            ConfigError: a path is missing, a named file is not text, or there is no text at all.
+        """Return the text files under `paths`, each once, named by their path below the folder or the fixed
+        part of the glob, so that moving a corpus does not change its split. ConfigError if a path is missing
+        or not text.
         """
         return read_text_documents(self.paths)
 

@@ -32,10 +32,8 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
     """Column that holds the text."""
 
     def documents(self) -> Iterator[Document]:
-        """Return rows as documents, named by their index; a missing text is empty.
-
-        Raises:
-            ConfigError: `datasets` cannot find or read the dataset.
+        """Return rows as documents, named by their index; a missing text is empty. ConfigError if `datasets`
+        fails.
         """
         if self.validation_split is not None and self.validation_split == self.split:
             raise ConfigError(

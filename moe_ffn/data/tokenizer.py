@@ -21,10 +21,7 @@ from moe_ffn.files import read_object, reason
 
 
 class Tokenizer(ABC):
-    """Fixed vocabulary of byte strings, and the rule that splits text into them.
-
-    Encoding is lossless: the joined bytes of the tokens equal the input, even if it is not UTF-8.
-    """
+    """Fixed vocabulary of byte strings, and the rule that splits any text, UTF-8 or not, without loss."""
 
     def __init__(self, token_bytes: Sequence[bytes], end_of_document: int) -> None:
         self.token_bytes = tuple(token_bytes)
@@ -54,10 +51,8 @@ class Tokenizer(ABC):
         return torch.from_numpy(self.encode_batch([text])[0].astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD, the end of document is empty.
-
-        Raises:
-            ValueError: an id is not in the vocabulary.
+        """Return the text of `ids`, U+FFFD for bytes not UTF-8, nothing for the end; ValueError for other
+        ids.
         """
         ids = list(ids.tolist() if isinstance(ids, Tensor) else ids)
         outside = [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]
@@ -331,10 +326,8 @@ def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """Return character -> byte for the alphabet of GPT-2's tokens.
-
-    A printable Latin-1 byte is its own character; the 68 other bytes are U+0100 onwards
-    (https://github.com/openai/gpt-2, `bytes_to_unicode`).
+    """Return character -> byte of GPT-2's tokens (https://github.com/openai/gpt-2, `bytes_to_unicode`):
+    itself for a printable Latin-1 byte, U+0100 onwards for the 68 others.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))

@@ -52,9 +52,8 @@ class Memory:
 
 @singledispatch
 def networks(block: nn.Module) -> ExpertWeights | None:
-    """Return the weights of a block's E networks (one for a dense block); None for other kinds of blocks.
-
-    The weights of experts are the parameters themselves, not copies.
+    """Return the weights of a block's E networks, not copied if experts, one for a dense block; None for
+    others.
     """
     return None
 
@@ -94,10 +93,8 @@ def _(block: MoEFFN) -> ExpertWeights | None:
 
 @singledispatch
 def memories(block: nn.Module, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    """Return the hidden units of each network in a block, with their activations for `x`.
-
-    The arguments are the same as for `FFNBlock.forward`. The list is empty for the types `identity`,
-    `soft_moe` and `normed`, and for custom blocks that register no function.
+    """Return the hidden units of each network in a block, with their activations for `x`; no units for the
+    types `identity`, `soft_moe` and `normed`, and unregistered custom blocks.
     """
     return []
 

@@ -144,17 +144,10 @@ class HarnessModel(TemplateLM):
 
 
 def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Measure a model on tasks of lm-eval.
-
-    Args:
-        tasks: folders of task files, and names of tasks, groups and tags in these folders or in lm-eval.
-            Without a name, all tasks of the folders run. This also runs the code that a task file names.
-
-    Returns:
-        task -> `acc`, `word_perplexity` and so on, with the standard error of each as `..._stderr` if known.
-
-    Raises:
-        ConfigError: a task is unknown, or cannot be loaded, for example without a network.
+    """Measure a model on tasks of lm-eval: folders of task files, or names in these folders or in lm-eval;
+    without a name, all tasks of the folders. This also runs the code that a task file names. Return task ->
+    `acc`, `word_perplexity` and so on, and known standard errors as `..._stderr`; ConfigError for unknown
+    tasks or if they cannot be loaded.
     """
     folders = [task for task in tasks if Path(task).is_dir()]
     manager = TaskManager(include_path=[*folders], include_defaults=False)

@@ -39,13 +39,9 @@ class RoutedPrompt:
 
 
 def route_text(folder: Path, text: bytes) -> RoutedPrompt:
-    """Run the model in a folder of transformers on a text, as one sequence.
-
-    Only config.json, safetensors and tokenizer.json are read, and no code of the folder runs.
-
-    Raises:
-        ConfigError: transformers is not installed; the folder is incomplete or damaged, or its weights are
-            pickles; the architecture is unknown or has no router; or the text is too long or not UTF-8.
+    """Run the model in a folder of transformers on a text, as one sequence; no code of the folder runs.
+    ConfigError without transformers or a router, for a damaged folder, pickles, or a text too long or not
+    UTF-8.
     """
     model = load_hf_model(folder)
     try:

@@ -102,15 +102,9 @@ def run(
     weights_TK: Tensor,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the output, (T, D), of an experts module of transformers.
-
-    Args:
-        experts: a module whose class is decorated by `use_experts_implementation`.
-        expert_ids_TK: experts of each token; ids >= E, from expert parallelism, are not computed.
-        backend: one of ours, or `auto`.
-
-    Raises:
-        NotImplementedError: our kernels do not compute this class of experts; the message has the reason.
+    """Return the output, (T, D), of an experts module of transformers, whose class is decorated by
+    `use_experts_implementation`. Ids >= E, from expert parallelism, are not computed. NotImplementedError,
+    with the reason, if our kernels do not compute this class.
     """
     num_tokens, k = expert_ids_TK.shape
     num_experts = int(experts.num_experts)

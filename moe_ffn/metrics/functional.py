@@ -56,9 +56,8 @@ def load_cv(load_E: Tensor) -> Tensor:
 
 
 def load_entropy(load_E: Tensor) -> Tensor:
-    """Return the entropy of the load over log E: 1 at balance, 0 if one expert has all tokens.
-
-    Reduces only the last axis. A single expert gives 1; a load of zeros gives nan.
+    """Return the entropy of the load over log E, of the last axis: 1 at balance and for one expert, nan for
+    zeros.
     """
     load_E = _as_floating(load_E, "load_entropy")
     share_E = load_E / load_E.sum(dim=-1, keepdim=True)
@@ -86,9 +85,8 @@ def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
 
 
 def top1_margin(scores_TE: Tensor) -> Tensor:
-    """Return the best minus the second-best normalised score, (T,): how confident the router is.
-
-    Returns nan for a single expert.
+    """Return the best minus the second-best normalised score, (T,), the router's confidence; nan for one
+    expert.
     """
     _require_tensors("top1_margin", "use routing.scores_TE, normalised to sum to 1", scores_TE)
     if scores_TE.shape[-1] == 1:
@@ -175,10 +173,7 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
 
 
 def idle_steps(before_E: Tensor, load_E: Tensor, num_steps: int) -> Tensor:
-    """Return the steps since each expert last had a token, int64 (E,).
-
-    Args:
-        before_E: the same count, `num_steps` steps earlier.
-        load_E: load of the steps since then.
+    """Return steps since each expert last had a token, int64 (E,), given that of `num_steps` ago and the load
+    since.
     """
     return torch.where(load_E > 0, 0, before_E + num_steps)

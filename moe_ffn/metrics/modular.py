@@ -42,11 +42,8 @@ class _RoutingMetrics(Metric):
         shared_share: Tensor | None = None,
         expert_capacity: Tensor | None = None,
     ) -> None:
-        """Add a batch.
-
-        Args:
-            shared_share: entry of the layer in `FFNOutput.shared_shares`; None without a shared expert.
-            expert_capacity: maximum pairs of an expert, `CapacityConfig.expert_capacity`; None if unlimited.
+        """Add a batch: its routing, its entry in `FFNOutput.shared_shares`, if any, and the maximum pairs of
+        an expert, if limited (`CapacityConfig.expert_capacity`).
         """
         name = type(self).__name__
         check_routing(routing, f"{name}.update")
@@ -92,18 +89,16 @@ class LoadMetrics(_RoutingMetrics):
 
 
 class TokenMetrics(_RoutingMetrics):
-    """Metrics computed for each token or sequence, such as `entropy`.
-
-    They cost several times as much as `LoadMetrics`.
+    """Metrics computed for each token or sequence, such as `entropy`, at several times the cost of
+    `LoadMetrics`.
     """
 
     measured = ("last step",)
 
 
 class ListMetrics(_RoutingMetrics):
-    """Metrics of a `PairsOnlyRouting`, which has no value for every expert, such as `experts_used`.
-
-    The size of the state does not depend on the number of experts.
+    """Metrics of a `PairsOnlyRouting`, such as `experts_used`; the state's size does not depend on its
+    experts.
     """
 
     measured = ("every batch", "last step")

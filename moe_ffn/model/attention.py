@@ -325,12 +325,9 @@ class SelfAttention(_Attention):
         mask_BS: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Return the attention output of each token, (B, S, D).
-
-        Args:
-            positions: encoding that rotates queries and keys, if it is rotary.
-            mask_BS: True for real tokens, which do not attend to padding; a padding token attends to itself.
-            cache: keys and values of earlier tokens; the new keys and values are appended.
+        """Return the attention output of each token, (B, S, D). Real tokens (`mask_BS`) do not attend to
+        padding, which attends to itself; `cache` holds keys and values of earlier tokens and gets the new
+        ones.
         """
         query = self._heads(self.query(x_BSD), self.num_heads, self.query_norm)
         key = self._heads(self.key(x_BSD), self.num_kv_heads, self.key_norm)

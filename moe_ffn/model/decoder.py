@@ -134,13 +134,8 @@ class DecoderConfig(Config, frozen=True):
     def with_solved_widths(
         self, seq_len: int, prefix: str = ""
     ) -> tuple[DecoderConfig, tuple[WidthMatch, ...]]:
-        """Return the config with a number for each `d_ff: {match: ..., of: ...}`, and the solved matches.
-
-        Args:
-            prefix: prefix of paths in messages, such as `model.`.
-
-        Raises:
-            ConfigError: a width cannot be solved; see `solve_widths`.
+        """Return the config with a number for each `d_ff: {match: ..., of: ...}`, and the matches.
+        ConfigError, whose paths begin with `prefix`, if a width cannot be solved.
         """
         blocks = {"ffn": self.ffn} | {f"ffn_at.{key}": ffn for key, ffn in self.ffn_at.items()}
         solved = {
@@ -162,9 +157,8 @@ class DecoderConfig(Config, frozen=True):
         return routers
 
     def with_k(self, k_at: Mapping[str, int], option: str = "k_at") -> DecoderConfig:
-        """Return the config for evaluation with k experts per token by layers, as in `ffn_at`: {":": 4, "0":
-        1}. Raise ValueError, which names `option`, if k exceeds the experts or no router of the layers has a
-        k.
+        """Return the config for evaluation with k by layers, as in `ffn_at`: {":": 4, "0": 1}. Raise
+        ValueError, which names `option`, if k exceeds the experts or no router there has a k.
         """
         ffns = self.layer_ffns()
         for layers, k in k_at.items():
@@ -210,10 +204,8 @@ class DecoderConfig(Config, frozen=True):
         return Decoder(self, vocab_size, max_seq_len, on_layer)
 
     def build_empty(self, vocab_size: int, max_seq_len: int) -> Decoder:
-        """Return the module on torch's meta device, whose tensors have shapes but no values.
-
-        Raises:
-            ConfigError: a part reads values of a tensor while it is built; the message names the line.
+        """Return the module on torch's meta device; ConfigError, with the line, if a part reads values when
+        built.
         """
         try:
             with torch.device("meta"):
@@ -495,13 +487,8 @@ class Decoder(nn.Module):
         return DecoderOutput(self.unembedding(self.final_norm(x)), routings, shared_shares)
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
-        """Return an empty KV cache for `forward`.
-
-        Args:
-            capacity: maximum number of tokens of a sequence; by default and at most `max_seq_len`.
-
-        Raises:
-            ValueError: the model does not support a cache; see `DecoderConfig.unsupported`.
+        """Return an empty KV cache for `forward` of at most `capacity` tokens, by default `max_seq_len`;
+        ValueError if the model supports none (`DecoderConfig.unsupported`).
         """
         if unsupported := self.config.unsupported(UseCase(cached=True)):
             raise ValueError(f"the model takes no cache: {unsupported}, or leave the cache out")
@@ -518,9 +505,8 @@ class Decoder(nn.Module):
         return capacities
 
     def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
-        """Return routing name -> experts of each token, int64 (B, S, K), for `replay`.
-
-        Routers that cannot replay are left out; during a replay they choose again.
+        """Return routing name -> experts of each token, int64 (B, S, K), of routers that can replay, for
+        `replay`.
         """
         shape = output.logits.shape[:2]
         return {

@@ -38,9 +38,8 @@ class RouterConfig(TaggedConfig, frozen=True):
     """True if the router returns a `PairsOnlyRouting`, without (T, E) tables."""
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
-        """Return the reason why this router cannot serve a use case; None if it can.
-
-        By default, `lookahead_reason` excludes causal models, and caches need `is_tokenwise`.
+        """Return why this router cannot serve a use case, by `lookahead_reason` and `is_tokenwise`; None if
+        it can.
         """
         if self.lookahead_reason and (
             use_case.causal or (use_case.cached and not self.is_tokenwise)
@@ -80,10 +79,7 @@ class RouterConfig(TaggedConfig, frozen=True):
         """Return the mean number of experts per token, or the maximum if the number depends on the data."""
 
     def pairs_per_token(self, num_experts: int, seq_len: int) -> float:
-        """Return the mean number of experts per token in sequences of `seq_len` tokens.
-
-        It differs from `experts_per_token` only if the router rounds its counts.
-        """
+        """Return the mean experts per token in sequences of `seq_len` tokens; some routers round counts."""
         return self.experts_per_token(num_experts)
 
     @abstractmethod
@@ -216,11 +212,8 @@ class Router(nn.Module, ABC):
         return sequence_length
 
     def expert_rows(self) -> dict[str, Tensor]:
-        """Return the router's parameters and buffers by name; each has one row per expert.
-
-        Raises:
-            ConfigError: a parameter or buffer has another first axis, so experts cannot be pruned, merged or
-                copied.
+        """Return parameters and buffers by name, with one row per expert; ConfigError if one has another
+        first axis.
         """
         raise self._no_rows()
 
@@ -231,9 +224,8 @@ class Router(nn.Module, ABC):
         )
 
     def begin_step(self, generator: torch.Generator) -> None:
-        """Draw the random numbers that all batches and ranks of an optimizer step share; none by default.
-
-        Training calls this before each batch, with a generator that depends on the seed and the step.
+        """Draw the random numbers that all batches and ranks of a step share, from its generator; none by
+        default.
         """
 
     def observe(self, routing: Routing) -> Tensor | None:

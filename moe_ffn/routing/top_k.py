@@ -288,9 +288,8 @@ class BaseTopKRouter(LinearRouter):
 
 
 class TopKRouter(BaseTopKRouter):
-    """p = softmax(W x); the k experts with the largest p are chosen, with weights p.
-
-    With `softmax: after`, the weights are the softmax of the k chosen logits.
+    """p = softmax(W x), or with `softmax: after` of the k chosen logits, weights the k experts with the
+    largest p.
     """
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:

@@ -37,15 +37,8 @@ class InitialiserConfig(TaggedConfig, frozen=True):
     def initialise(
         self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
     ) -> Decoder:
-        """Return a new decoder; the sources are not modified.
-
-        Args:
-            sources: one model in evaluation mode, or several if `takes_several`.
-            ids_BS: tokens of the text, if `needs_text`.
-            generator: source of all random numbers.
-
-        Raises:
-            ConfigError: the method cannot use these models.
+        """Return a new decoder from one in evaluation mode, or several if `takes_several`, and from tokens of
+        the text if `needs_text`; sources are not modified. ConfigError if the method cannot use these models.
         """
 
 

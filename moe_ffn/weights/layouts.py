@@ -111,14 +111,10 @@ def _transpose(ours: Tensor) -> Tensor:
 
 
 def rotary(stem: str, heads_option: str | None, plain_option: str) -> TensorLayout:
-    """Return the layout of a projection whose last rows, per head or in total, are rotated by RoPE.
-
-    DeepSeek-V3 rotates neighbouring units (0, 1), (2, 3), ...; our decoder, and theirs without
-    `rope_interleave`, rotate unit i with unit i + half.
-
-    Args:
-        heads_option: their option with the number of heads; None if the heads share the rotated rows.
-        plain_option: their option with the number of rows that are not rotated.
+    """Return the layout of a projection whose last rows are rotated by RoPE: per head, in total if
+    `heads_option` is None. DeepSeek-V3 rotates neighbouring units (0, 1), (2, 3), ...; our decoder, and
+    theirs without `rope_interleave`, rotate unit i with unit i + half. `plain_option` counts rows that are
+    not rotated.
     """
 
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:

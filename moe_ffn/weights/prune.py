@@ -112,17 +112,10 @@ def run_expert(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
 def prune_experts(
     block: MoEFFN, config: FFNConfig, d_model: int, kept: Tensor, generator: Generator
 ) -> MoEFFN:
-    """Return a block with some experts of `block`.
-
-    The output for a token that chose no removed expert is unchanged if its weights do not depend on experts
-    that it did not choose: renormalised weights, a softmax over the chosen experts, and sigmoids. A softmax
-    over all experts gives the share of removed experts to the others.
-
-    Args:
-        block: a routed Mixture of Experts.
-        config: config of the new block, with fewer experts.
-        kept: ids of the experts to keep, in their new order, int64; zero-computation experts always stay.
-        generator: source of the initial weights, which are then replaced.
+    """Return a block with the experts `kept`, int64, in this order; zero-computation experts always stay. A
+    token that chose no removed expert has the same output if its weights do not depend on others:
+    renormalised, a softmax over the chosen experts, or sigmoids. A softmax over all gives the removed share
+    to the others.
     """
     made = cast("MoEFFN", build_block(config, block, d_model, generator))
     rows = block.router.expert_rows()

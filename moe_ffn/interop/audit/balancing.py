@@ -188,8 +188,7 @@ def _weight(probe: Probe, passed: Outputs, weighted: float) -> Finding:
 
 def _accumulation(probe: Probe, weighted: float, accumulation: int) -> Finding:
     """Compare the loss of a batch that is the whole step with that of a part of it. transformers' Trainer
-    gives `num_items_in_batch`, the predicted tokens of the step, and adds the losses of its batches
-    undivided.
+    gives `num_items_in_batch`, the tokens of the step, and sums the losses of its batches.
     """
     num_predicted = int((probe.labels_BS != IGNORED_TARGET).sum())
     whole, part = (
