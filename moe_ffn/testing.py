@@ -21,11 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
-from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, UseCase, explain, show
+from moe_ffn.config.errors import ConfigError, UseCase, show
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import FFNBlock, FFNConfig
 from moe_ffn.ffn.dispatch import make_plan, unsorted_plan
@@ -33,7 +31,6 @@ from moe_ffn.outputs import FFNOutput, PairsOnlyRouting, Routing, TokenContext
 from moe_ffn.routing import Router, RouterConfig, routing_of_pairs
 
 Kind = TypeVar("Kind")
-Part = TypeVar("Part", bound=TaggedConfig)
 
 _BATCH, _LENGTH = 2, 8
 _MAX_LENGTH = 512
@@ -72,7 +69,7 @@ def check_ffn(
         with isolated_rng(device):
             checks.block(block.float(), config if isinstance(config, FFNConfig) else None)
     else:
-        config = _validated(FFNConfig, ffn)
+        config = FFNConfig.checked(ffn)
         checks = PartChecks(f"'{config.type}'", d_model, seq_len, causal)
         with isolated_rng(checks.device):
             checks.ffn(config)
@@ -100,7 +97,7 @@ def check_router(
     Raises:
         ConfigError: a check failed; the message gives the actual and the expected behaviour.
     """
-    config = _validated(RouterConfig, router)
+    config = RouterConfig.checked(router)
     checks = PartChecks(f"'{config.type}'", d_model, seq_len, causal)
     with isolated_rng(checks.device):
         checks.router(config, num_experts)
@@ -124,18 +121,11 @@ def check_experts(
     Raises:
         ConfigError: a check failed; the message gives the actual and the expected behaviour.
     """
-    config = _validated(ExpertsConfig, experts)
+    config = ExpertsConfig.checked(experts)
     checks = PartChecks(f"'{config.type}'", d_model)
     with isolated_rng(checks.device):
         built = config.build(d_model, num_experts, experts_per_token)
         checks.experts(built, d_model, num_experts)
-
-
-def _validated(family: type[Part], part: Part | Mapping[str, Any] | str) -> Part:
-    try:
-        return family.model_validate(part)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(error))) from error
 
 
 @contextmanager

@@ -89,6 +89,14 @@ class Config(BaseModel, frozen=True):
         return handler(data)
 
     @classmethod
+    def checked(cls, value: Any) -> Self:
+        """Return a config, or its options as one, validated; ConfigError with one line per mistake."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise ConfigError("\n".join(explain(error))) from error
+
+    @classmethod
     def _unknown_key(cls, key: str, data: Any) -> InitErrorDetails:
         known = list(cls.known_keys())
         section, _, rest = key.partition(".")

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -177,6 +178,14 @@ def expand_path(path: str, key: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:  # `~somebody` who does not exist
         raise ConfigError(f"{key}: '{path}': {first_line(error)}") from error
+
+
+def import_optional(module: str, need: str) -> Any:
+    """Import a module of an optional package; ConfigError, beginning with `need`, if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{need}: pip install {module.partition('.')[0]}") from error
 
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config.errors import ConfigError
-from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, reason, sha256_of
+from moe_ffn.config.errors import explaining
+from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, sha256_of
 
 _META = "meta.json"
 
@@ -47,16 +47,10 @@ def building(folder: Path) -> Iterator[Path]:
         shutil.rmtree(built, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def writing(built: Path) -> Iterator[None]:
+def writing(built: Path) -> contextlib.AbstractContextManager[None]:
     """Turn an OSError, such as a full disk, into a ConfigError that names the option."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir: '{built.parent}' cannot be written ({reason(error)}); "
-            "make room, or name another folder"
-        ) from error
+    problem = f"data.cache_dir: '{built.parent}' cannot be written"
+    return explaining(problem, "make room, or name another folder")
 
 
 def seal(folder: Path, meta: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, expand_path, first_line, show
+from moe_ffn.config.errors import ConfigError, expand_path, first_line, import_optional, show
 from moe_ffn.files import read_object, reason
 
 
@@ -215,6 +215,7 @@ def _restored(values: Mapping[str, Any]) -> Tokenizer:
 _END = "<|endoftext|>"
 
 _STORED = "data.tokenizer: the stored tokenizer of type 'bpe'"
+_NEED = "data.tokenizer.type: 'bpe' needs the tokenizers package"
 
 _PROBE = "The Café\u00a0 costs  1,50\u20ac\r\n\tor e\u0301 ".encode()
 """Text with capitals, repeated and outer spaces, and characters that a normalizer would change."""
@@ -225,7 +226,7 @@ _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
 
 def train_bpe(text: Iterable[bytes], vocab_size: int) -> BPETokenizer:
     """Train a tokenizer of at most `vocab_size` tokens: end of document, 256 bytes, and merges."""
-    tokenizers = _import_tokenizers()
+    tokenizers = import_optional("tokenizers", _NEED)
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -246,7 +247,7 @@ class BPETokenizer(Tokenizer):
         """Read a byte-level `tokenizer.json` of Hugging Face. Raise ConfigError, whose message begins with
         `where`, if it is damaged, loses text, or is of another type.
         """
-        tokenizers = _import_tokenizers()
+        tokenizers = import_optional("tokenizers", _NEED)
         try:
             self._definition = dict(definition)
             self._bpe = tokenizers.Tokenizer.from_str(json.dumps(self._definition))
@@ -333,13 +334,3 @@ def _alphabet() -> dict[str, int]:
     others = sorted(set(range(256)).difference(printable))
     alphabet = {chr(value): value for value in printable}
     return alphabet | {chr(0x100 + index): value for index, value in enumerate(others)}
-
-
-def _import_tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ConfigError(
-            "data.tokenizer.type: 'bpe' needs the tokenizers package: pip install tokenizers"
-        ) from error
-    return tokenizers

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ffn.config.errors import ConfigError, first_line, show
+from moe_ffn.config.errors import ConfigError, first_line, import_optional, show
 from moe_ffn.data.tokenizer import bytes_of_token
 from moe_ffn.files import kind_of, read_object
 from moe_ffn.interop.routings import routing_modules, watch
-from moe_ffn.interop.transformers import NOT_INSTALLED
+from moe_ffn.interop.transformers import NEED_TRANSFORMERS
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
@@ -125,7 +125,7 @@ def load_with_info(
     `output_loading_info`, such as `missing_keys`; for errors see `route_text`, but missing weights raise
     nothing. `options` go to `from_pretrained`; `accepts_encoder` also loads an encoder with a decoder.
     """
-    transformers = import_transformers()
+    transformers = import_optional("transformers", NEED_TRANSFORMERS)
     config = read_object(folder / MODEL_CONFIG_FILE) or {}
     has_encoder = accepts_encoder and config.get("is_encoder_decoder")
     kind: Any = (
@@ -156,19 +156,11 @@ def load_hf_tokenizer(folder: Path) -> tuple[Any, bool]:
     if kind_of(path) is None:
         raise no_tokenizer(folder)
     try:
-        tokenizer = import_transformers().PreTrainedTokenizerFast(tokenizer_file=str(path))
+        transformers = import_optional("transformers", NEED_TRANSFORMERS)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # `tokenizers` raises nothing more precise
         raise ConfigError(f"'{path}' cannot be read ({first_line(error)})") from error
     return tokenizer, "'ByteLevel'" in str((read_object(path) or {}).get("decoder"))
-
-
-def import_transformers() -> Any:
-    """Import transformers, or raise ConfigError if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(NOT_INSTALLED) from error
-    return transformers
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -202,11 +194,9 @@ def load_adapter(
     """Put the adapter in a folder onto a model from `base_folder`; ConfigError without peft or safetensors,
     or if a shape does not fit.
     """
-    try:
-        import peft
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ConfigError("an adapter needs peft: pip install peft") from error
+    from safetensors import safe_open
+
+    peft = import_optional("peft", "an adapter needs peft")
     path = folder / ADAPTER_WEIGHTS
     if kind_of(path) is None:
         raise ConfigError(f"'{folder}' has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")

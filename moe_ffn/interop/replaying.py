@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_ffn.config.errors import ConfigError, first_line, nearest_or_all
+from moe_ffn.config.errors import ConfigError, first_line, import_optional, nearest_or_all
 from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock
 from moe_ffn.interop.routings import (
     call_arguments,
@@ -414,10 +414,7 @@ def read_experts(path: str | Path, attention_mask: Any = None) -> Tensor:
 
 
 def _read_arrays(path: Path) -> dict[str, Any]:
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise ConfigError("numpy is not installed: pip install numpy") from error
+    np = import_optional("numpy", "numpy is not installed")
     try:
         with path.open("rb") as file:
             loaded: Any = np.load(file, allow_pickle=False)

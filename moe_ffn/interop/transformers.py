@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import import_optional
 from moe_ffn.ffn.dispatch import plan_of_pairs
 from moe_ffn.interop.routings import is_experts, layer_of
 from moe_ffn.kernels.activations import (
@@ -34,7 +34,7 @@ from moe_ffn.model.decoder import layer_name
 
 log = logging.getLogger(__name__)
 
-NOT_INSTALLED = "transformers 5 or newer is not installed: pip install transformers"
+NEED_TRANSFORMERS = "transformers 5 or newer is not installed"
 
 NAME = "moe_ffn"
 """The name of our kernels among transformers' implementations of experts."""
@@ -53,11 +53,8 @@ def register() -> None:
     Raises:
         ConfigError: transformers is not installed.
     """
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:
-        raise ConfigError(NOT_INSTALLED) from error
-    ALL_EXPERTS_FUNCTIONS.register(NAME, run)
+    moe = import_optional("transformers.integrations.moe", NEED_TRANSFORMERS)
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, run)
 
 
 _OWN_EXPERTS = re.compile("(Experts|MoE|Moe|MoA)$")

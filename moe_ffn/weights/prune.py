@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from moe_ffn.balancing.sums import count_pairs
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, import_optional
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
@@ -273,8 +273,6 @@ def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | 
 
 def _best_assignment(similarity_FF: Tensor) -> Tensor:
     """Return the column of each row, int64 (F,), in the one-to-one assignment with the largest sum."""
-    try:
-        from scipy.optimize import linear_sum_assignment
-    except ImportError as error:
-        raise ConfigError("method.type: merge needs scipy: pip install scipy") from error
-    return torch.from_numpy(linear_sum_assignment(similarity_FF.numpy(), maximize=True)[1])
+    optimize = import_optional("scipy.optimize", "method.type: merge needs scipy")
+    columns = optimize.linear_sum_assignment(similarity_FF.numpy(), maximize=True)[1]
+    return torch.from_numpy(columns)
