@@ -200,10 +200,7 @@ _SHOWN_SEQ_LEN = 1024
 
 
 class FFNBlock(nn.Module, ABC):
-    """Maps (..., d_model) to (..., d_model), and returns its routings with the output.
-
-    The module stores no statistics.
-    """
+    """Maps (..., d_model) to (..., d_model), returns its routings, and stores no statistics."""
 
     if TYPE_CHECKING:
 

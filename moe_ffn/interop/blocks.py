@@ -42,9 +42,8 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def convert_block(model: str, block: nn.Module, config: Any) -> FFNBlock:
-    """Return our block with copies of the weights of a live block of transformers, in its mode and dtype.
-
-    `block` is an instance of the class in the table. For other arguments and errors see `block_config`.
+    """Return our block with copies of the weights of a live block, whose class the table names, in its mode
+    and dtype; for other arguments and errors see `block_config`.
     """
     ffn = build_ffn(block_config(model, config), config_width(config))
     theirs = block.state_dict()

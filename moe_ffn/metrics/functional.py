@@ -143,25 +143,17 @@ def coactivation_counts(routing: Routing) -> Tensor:
 
 
 def coactivation(counts_EE: Tensor) -> Tensor:
-    """Return the share of expert i's tokens that also chose expert j, (E, E); rows of unused experts are 0.
-
-    Muennighoff et al. 2024, "OLMoE" (arXiv:2409.02060), section 5.2.
+    """Return the share of expert i's tokens that also chose expert j, (E, E), 0 for unused experts (OLMoE:
+    Muennighoff et al. 2024, arXiv:2409.02060, section 5.2).
     """
     _require_tensors("coactivation", "use coactivation_counts(routing)", counts_EE)
     return counts_EE / counts_EE.diagonal().clamp(min=1).unsqueeze(-1)
 
 
 def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
-    """Return the share of tokens whose experts changed between two routings of the same tokens.
-
-    Muennighoff et al. 2024 (arXiv:2409.02060), section 5.1, call the unchanged share router saturation.
-
-    Args:
-        before_TE: `chosen_experts` of the earlier routing, bool (T, E).
-        after_TE: `chosen_experts` of the later routing, bool (T, E).
-
-    Raises:
-        ValueError: the shapes differ.
+    """Return the share of tokens whose experts, as from `chosen_experts`, differ between two routings, bool
+    (T, E); ValueError if the shapes differ. Muennighoff et al. 2024 (arXiv:2409.02060), section 5.1, call the
+    unchanged share router saturation.
     """
     _require_tensors("churn", "use chosen_experts(routing)", before_TE, after_TE)
     if before_TE.shape != after_TE.shape:

@@ -455,13 +455,9 @@ class LatentAttention(_Attention):
         attn_mask: Tensor | None,
         scale: float,
     ) -> Tensor:
-        """Return the attention of new tokens, (B, S, H d), without projecting cached latent vectors c.
-
-        q . (K c) = (K^T q) . c, and sum(V c) = V sum(c), so both matrices multiply only vectors of new tokens
-        ("absorbed", section 2.1.2).
-
-        Args:
-            cached: latent vector of each token and its rotated key, (B, 1, L, kv_rank + rotated_dim).
+        """Return the attention of new tokens, (B, S, H d), without projecting the cached latent vectors c,
+        (B, 1, L, kv_rank + rotated_dim) with their rotated keys. q . (K c) = (K^T q) . c, and sum(V c) = V
+        sum(c), so both matrices multiply only vectors of new tokens ("absorbed", section 2.1.2).
         """
         up_HdR = rearrange(self.kv_up.weight, "(h d) r -> h d r", h=self.num_heads)
         key_HdR, value_HdR = up_HdR.tensor_split([self.head_dim], dim=1)

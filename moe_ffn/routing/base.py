@@ -96,9 +96,8 @@ class RouterConfig(TaggedConfig, frozen=True):
 
 
 class RouterMLPConfig(Config, frozen=True):
-    """A small network between the token and the projection to logits, as in transformers' `zaya`.
-
-    h = RMSNorm(W_0 x + b_0), then `depth` times h = GELU(W_i h + b_i); the projection reads h.
+    """A network before the projection (`zaya`): h = RMSNorm(W_0 x + b_0), `depth` times h = GELU(W_i h +
+    b_i).
     """
 
     width: int = Field(default=256, ge=1, le=MAX_COUNT)
