@@ -21,8 +21,10 @@ CostKind = Literal["total_params", "active_params", "flops_per_token"]
 
 
 class MatchConfig(Config, frozen=True):
-    """Hidden width at which the layer's whole block, however deep in it the width is, costs as much as
-    another block. `solve_widths` of `moe_ffn.ffn.match` replaces this config by a number.
+    """Hidden width at which the block costs as much as another block.
+
+    The cost is always that of the layer's whole block, however deep in the config the width is.
+    `moe_ffn.ffn.match.solve_widths` replaces this config by a number.
     """
 
     match: CostKind

@@ -18,8 +18,9 @@ SUFFIXES = (".bin", ".npy")
 
 
 class TokensConfig(CorpusConfig, frozen=True):
-    """Files of token ids, .npy or raw (.bin), by the tokenizer in `data.tokenizer: {type: file, path:
-    tokenizer.json}`.
+    """Files of token ids that another program prepared: .npy, or raw ids (.bin).
+
+    Set `data.tokenizer` to the tokenizer that made them: `{type: file, path: tokenizer.json}`.
     """
 
     type: Literal["tokens"] = "tokens"

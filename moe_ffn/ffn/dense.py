@@ -119,8 +119,10 @@ class SoftCappedSwiGLUConfig(SoftCapOptions, GatedBaseConfig, frozen=True):
 
 
 class ConvConfig(HiddenWidthConfig, frozen=True):
-    """Two 1-D convolutions over positions; with kernel size 1 the dense block (Vaswani et al. 2017, section
-    3.3).
+    """Two 1-D convolutions over positions; with kernel size 1, the same as the dense block.
+
+    Vaswani et al. 2017, section 3.3: "another way of describing this is as two convolutions with
+    kernel size 1".
     """
 
     type: Literal["conv"] = "conv"

@@ -24,8 +24,9 @@ from moe_ffn.outputs import FFNOutput, Plan, TokenContext
 
 
 class SoftMoEConfig(FFNConfig, frozen=True):
-    """Soft MoE: experts process slots, weighted means of all tokens of a sequence; there is no routing
-    (Puigcerver et al. 2023, arXiv:2308.00951).
+    """Soft MoE: experts process slots, which are weighted means of all tokens of a sequence.
+
+    Puigcerver et al. 2023 (arXiv:2308.00951). Every token reaches every expert, so there is no routing.
     """
 
     type: Literal["soft_moe"] = "soft_moe"

@@ -145,7 +145,10 @@ class BiasedFFN(WrapperFFN):
 
 
 class NormedConfig(WrapperConfig, frozen=True):
-    """A block between RMS norms, off by default; `{}` is a norm with default options (A.X K1, Gemma 4)."""
+    """A block between RMS norms; both are off by default, and `{}` is a norm with default options.
+
+    A.X K1 and Gemma 4 have such norms around the mixture, Gemma 4 also around its shared expert.
+    """
 
     type: Literal["normed"] = "normed"
     input: InnerNormConfig | None = None

@@ -17,7 +17,10 @@ from moe_ffn.outputs import Routing
 
 
 class ZeroComputationConfig(Config, frozen=True):
-    """Experts without a network, at almost no cost (MoE++, arXiv:2410.07348; copy: LongCat-Flash)."""
+    """Experts without a network, which the router can choose like other experts, at almost no cost.
+
+    MoE++ (Jin et al. 2024, arXiv:2410.07348); the copy expert is LongCat-Flash's identity expert.
+    """
 
     num_zero: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Number of experts that return 0."""

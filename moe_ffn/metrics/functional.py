@@ -56,8 +56,9 @@ def load_cv(load_E: Tensor) -> Tensor:
 
 
 def load_entropy(load_E: Tensor) -> Tensor:
-    """Return the entropy of the load over log E, of the last axis: 1 at balance and for one expert, nan for
-    zeros.
+    """Return the entropy of the load over log E: 1 at balance, 0 if one expert has all tokens.
+
+    Reduces only the last axis. A single expert gives 1; a load of zeros gives nan.
     """
     load_E = _as_floating(load_E, "load_entropy")
     share_E = load_E / load_E.sum(dim=-1, keepdim=True)
@@ -85,8 +86,9 @@ def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
 
 
 def top1_margin(scores_TE: Tensor) -> Tensor:
-    """Return the best minus the second-best normalised score, (T,), the router's confidence; nan for one
-    expert.
+    """Return the best minus the second-best normalised score, (T,): how confident the router is.
+
+    Returns nan for a single expert.
     """
     _require_tensors("top1_margin", "use routing.scores_TE, normalised to sum to 1", scores_TE)
     if scores_TE.shape[-1] == 1:
@@ -143,17 +145,25 @@ def coactivation_counts(routing: Routing) -> Tensor:
 
 
 def coactivation(counts_EE: Tensor) -> Tensor:
-    """Return the share of expert i's tokens that also chose expert j, (E, E), 0 for unused experts (OLMoE:
-    Muennighoff et al. 2024, arXiv:2409.02060, section 5.2).
+    """Return the share of expert i's tokens that also chose expert j, (E, E); rows of unused experts are 0.
+
+    Muennighoff et al. 2024, "OLMoE" (arXiv:2409.02060), section 5.2.
     """
     _require_tensors("coactivation", "use coactivation_counts(routing)", counts_EE)
     return counts_EE / counts_EE.diagonal().clamp(min=1).unsqueeze(-1)
 
 
 def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
-    """Return the share of tokens whose experts, as from `chosen_experts`, differ between two routings, bool
-    (T, E); ValueError if the shapes differ. Muennighoff et al. 2024 (arXiv:2409.02060), section 5.1, call the
-    unchanged share router saturation.
+    """Return the share of tokens whose experts changed between two routings of the same tokens.
+
+    Muennighoff et al. 2024 (arXiv:2409.02060), section 5.1, call the unchanged share router saturation.
+
+    Args:
+        before_TE: `chosen_experts` of the earlier routing, bool (T, E).
+        after_TE: `chosen_experts` of the later routing, bool (T, E).
+
+    Raises:
+        ValueError: the shapes differ.
     """
     _require_tensors("churn", "use chosen_experts(routing)", before_TE, after_TE)
     if before_TE.shape != after_TE.shape:
@@ -165,7 +175,10 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
 
 
 def idle_steps(before_E: Tensor, load_E: Tensor, num_steps: int) -> Tensor:
-    """Return steps since each expert last had a token, int64 (E,), given that of `num_steps` ago and the load
-    since.
+    """Return the steps since each expert last had a token, int64 (E,).
+
+    Args:
+        before_E: the same count, `num_steps` steps earlier.
+        load_E: load of the steps since then.
     """
     return torch.where(load_E > 0, 0, before_E + num_steps)

@@ -89,16 +89,18 @@ class LoadMetrics(_RoutingMetrics):
 
 
 class TokenMetrics(_RoutingMetrics):
-    """Metrics computed for each token or sequence, such as `entropy`, at several times the cost of
-    `LoadMetrics`.
+    """Metrics computed for each token or sequence, such as `entropy`.
+
+    They cost several times as much as `LoadMetrics`.
     """
 
     measured = ("last step",)
 
 
 class ListMetrics(_RoutingMetrics):
-    """Metrics of a `PairsOnlyRouting`, such as `experts_used`; the state's size does not depend on its
-    experts.
+    """Metrics of a `PairsOnlyRouting`, which has no value for every expert, such as `experts_used`.
+
+    The size of the state does not depend on the number of experts.
     """
 
     measured = ("every batch", "last step")

@@ -97,8 +97,9 @@ class LinearScalingConfig(RotaryScalingConfig, frozen=True):
 
 
 class Llama3ScalingConfig(OriginalLengthConfig, frozen=True):
-    """Low frequencies are divided by `factor`, high ones are kept, as in Llama 3.1's `apply_scaling`
-    (github.com/meta-llama/llama-models).
+    """Low frequencies are divided by `factor`, high ones are kept, as in Llama 3.1 (arXiv:2407.21783).
+
+    The formula is `apply_scaling` of github.com/meta-llama/llama-models.
     """
 
     type: Literal["llama3"] = "llama3"
@@ -123,8 +124,9 @@ class Llama3ScalingConfig(OriginalLengthConfig, frozen=True):
 
 
 class YarnConfig(OriginalLengthConfig, frozen=True):
-    """YaRN (arXiv:2309.00071, sections 3.2 and 3.4): low frequencies are divided by `factor`, and attention
-    is sharper.
+    """Low frequencies are divided by `factor`, high ones are kept, as in YaRN (arXiv:2309.00071).
+
+    Sections 3.2 and 3.4 hold the formulas; attention also becomes sharper.
     """
 
     type: Literal["yarn"] = "yarn"

@@ -96,8 +96,9 @@ class RouterConfig(TaggedConfig, frozen=True):
 
 
 class RouterMLPConfig(Config, frozen=True):
-    """A network before the projection (`zaya`): h = RMSNorm(W_0 x + b_0), `depth` times h = GELU(W_i h +
-    b_i).
+    """A small network between the token and the projection to logits, as in transformers' `zaya`.
+
+    h = RMSNorm(W_0 x + b_0), then `depth` times h = GELU(W_i h + b_i); the projection reads h.
     """
 
     width: int = Field(default=256, ge=1, le=MAX_COUNT)

@@ -29,8 +29,9 @@ MIN_NOISE = 1e-2
 
 
 class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
-    """Top-k of logits with learned Gaussian noise in training, softmax over the k (Shazeer et al. 2017,
-    arXiv:1701.06538, section 2.1).
+    """Top-k of logits with learned Gaussian noise, softmax over the k (Shazeer et al. 2017).
+
+    arXiv:1701.06538, section 2.1. The noise is added in training only.
     """
 
     type: Literal["noisy_top_k"] = "noisy_top_k"

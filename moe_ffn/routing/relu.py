@@ -23,8 +23,9 @@ from moe_ffn.routing.base import (
 
 
 class ReLURouterConfig(MeanKConfig, LinearRouterConfig, frozen=True):
-    """ReLU routing: experts with positive logits, which are their weights; `objective.sparsity_rule` moves
-    the mean to k per token (ReMoE, arXiv:2412.14711).
+    """ReLU routing: choose every expert with a positive logit, and use the logit as its weight (ReMoE).
+
+    Wang et al. 2024, arXiv:2412.14711. `objective.sparsity_rule` moves the mean to k experts per token.
     """
 
     type: Literal["relu"] = "relu"
