@@ -41,9 +41,7 @@ def reason(error: OSError) -> str:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return `a file`, `a folder`, `a pipe`, `a socket` or `a device`, links followed; None if nothing is
-    there.
-    """
+    """Return `a file`, `a folder`, `a pipe`, `a socket` or `a device`, links followed; None if absent."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
     except OSError as error:

@@ -217,9 +217,7 @@ class Routing:
         return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.active_N
 
     def require(self, name: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
-        """Return `logits_TE` or `scores_TE`; ValueError, which names the loss or metric, if the router
-        returns no tables.
-        """
+        """Return `logits_TE` or `scores_TE`; ValueError, naming the loss or metric, if there is none."""
         table_TE = getattr(self, name)
         if table_TE is None:
             raise ValueError(

@@ -210,9 +210,7 @@ class PartChecks:
     def require_gradient(
         self, output: Tensor, inputs: Sequence[Tensor], name: str, inputs_name: str, advice: str
     ) -> None:
-        """Raise if `output`, named `name` in the message, has no nonzero gradient with respect to any of the
-        inputs.
-        """
+        """Raise if `output`, named `name`, has no nonzero gradient with respect to any of the inputs."""
         grads: tuple[Tensor | None, ...] = (None,)
         if output.requires_grad:
             direction = self.random(*output.shape)

@@ -141,9 +141,7 @@ class Config(BaseModel, frozen=True):
         return ()
 
     def model_dump(self, **arguments: Any) -> dict[str, Any]:
-        """Return the options as pydantic does, but nested configs with the options that only their own class
-        has.
-        """
+        """Return the options as pydantic does, but those of nested configs by their own class."""
         return super().model_dump(**{"serialize_as_any": True, **arguments})
 
     def model_dump_json(self, **arguments: Any) -> str:

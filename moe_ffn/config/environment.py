@@ -115,9 +115,7 @@ def processes_here() -> int | None:
 
 
 def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
-    """Raise ConfigError unless the launcher started a process for each of `num_devices` devices of each
-    machine.
-    """
+    """Raise ConfigError unless the launcher started one process for each device of each machine."""
     launcher, num_processes = _launcher(), num_devices * num_nodes
     train = f"this run trains in {num_processes} process{'es' if num_processes > 1 else ''}"
     if launcher is not None and _number(launcher.size) != num_processes:

@@ -212,9 +212,7 @@ _FIXED_TRAINER_ARGUMENTS = {
 
 
 def explain_unknown(path: str, message: str, tree: Option) -> str:
-    """Return the message about a path that is not an option of `tree`, given that of the section that
-    rejected it.
-    """
+    """Return the message about a path not in `tree`, given that of the section that rejected it."""
     if type_hint := _hint_for_type_name(path, tree):
         return type_hint
     if same_name := _same_name(path, tree):
@@ -230,9 +228,7 @@ def explain_unknown(path: str, message: str, tree: Option) -> str:
 
 
 def nearest_options(typed: str, tree: Option) -> str:
-    """Return `"; did you mean 'optimizer.learning_rate'?"` for `lr` or `learn_rate`; empty if none is
-    similar.
-    """
+    """Return `"; did you mean 'optimizer.learning_rate'?"` for `lr`; empty if no option is similar."""
     near = nearest(typed.rpartition(".")[2], (option.name for option in tree.descendants()))
     return suggest(_same_name(typed, tree) or (_same_name(near, tree) if near else []))
 

@@ -106,9 +106,7 @@ def gated_width(d_model: float, multiple_of: int = 8) -> int:
 
 
 def round_width(width: float, multiple_of: int = 8) -> int:
-    """Round to a positive multiple, for faster matrix products; ConfigError if no memory could hold the
-    width.
-    """
+    """Round to a positive multiple, for speed; ConfigError if no memory could hold the width."""
     if width > _MAX_DEFAULT_WIDTH:
         raise ConfigError(
             f"d_ff: the default hidden width would be {width:.3g}, too large for any memory; set d_ff, or "

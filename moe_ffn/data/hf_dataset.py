@@ -38,9 +38,7 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
     """Column that holds the text."""
 
     def documents(self) -> Iterator[Document]:
-        """Return rows as documents, named by their index; a missing text is empty. ConfigError if `datasets`
-        fails.
-        """
+        """Return rows as documents, named by their index; a missing text is empty."""
         if self.validation_split is not None and self.validation_split == self.split:
             raise ConfigError(
                 f"data.corpus.validation_split ('{self.split}') must differ from data.corpus.split; "

@@ -51,9 +51,7 @@ class Tokenizer(ABC):
         return torch.from_numpy(self.encode_batch([text])[0].astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Return the text of `ids`, U+FFFD for bytes not UTF-8, nothing for the end; ValueError for other
-        ids.
-        """
+        """Return the text of `ids`, U+FFFD for bytes not UTF-8; ValueError for an unknown id."""
         ids = list(ids.tolist() if isinstance(ids, Tensor) else ids)
         outside = [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]
         if outside:

@@ -167,14 +167,10 @@ class FFNConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        """Return the forward FLOPs of matrix products per token, a third of a training step's, at this
-        `seq_len`.
-        """
+        """Return the forward FLOPs of matrix products per token, a third of those in training."""
 
     def with_k(self, k: int, d_model: int) -> Self:
-        """Return a config for evaluation with k experts per token, of equal width, where
-        `RouterConfig.with_k` has one.
-        """
+        """Return a config for evaluation with k experts per token; see `RouterConfig.with_k`."""
         blocks = {option: block.with_k(k, d_model) for option, block in self.inner_blocks().items()}
         return self.model_copy(update=blocks)
 
@@ -241,9 +237,7 @@ class FFNBlock(nn.Module, ABC):
         return notebook_cards.card(title, facts, notebook_cards.folded("modules", repr(self)))
 
     def place_experts(self, place: PlaceExperts) -> None:
-        """Divide the experts among ranks by `place`, and keep its dispatcher; by default in every inner
-        block.
-        """
+        """Divide the experts among ranks by `place`, by default those of every inner block."""
         for block in self.children():
             if isinstance(block, FFNBlock):
                 block.place_experts(place)
@@ -366,9 +360,7 @@ def without_padding(x: Tensor, context: TokenContext | None) -> Tensor:
 
 
 def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
-    """Return `x` (..., d_model) as (T, d_model) with zeros for padding, and its context; `check_input` comes
-    first.
-    """
+    """Return `x` (..., d_model), already checked, as (T, d_model) without padding, and its context."""
     context = context or TokenContext()
     leading_shape = x.shape[:-1]
     x = without_padding(x, context)

@@ -30,9 +30,7 @@ from moe_ffn.routing.base import Router
 
 @dataclass(frozen=True)
 class Memory:
-    """Hidden units of a network as key-value memories: each adds activation * value (arXiv:2012.14913, eq.
-    2).
-    """
+    """Hidden units as key-value memories; each adds activation * value (arXiv:2012.14913, eq. 2)."""
 
     name: str
     """`expert 3`, `shared expert`; empty for the only network of a block."""
@@ -52,9 +50,7 @@ class Memory:
 
 @singledispatch
 def networks(block: nn.Module) -> ExpertWeights | None:
-    """Return the weights of a block's E networks, not copied if experts, one for a dense block; None for
-    others.
-    """
+    """Return the weights of a block's E networks, uncopied for experts; None for other blocks."""
     return None
 
 

@@ -166,9 +166,7 @@ BIASED_GROUPS = {**BIASED, "renormalize": hf_option("norm_topk_prob"), "groups":
 def moe(
     router: Any, width: Any = MOE_INTERMEDIATE, count: str = "num_experts", **options: Any
 ) -> dict[str, Any]:
-    """Return the template of a Mixture of Experts, whose number is their option `count`; `options` change
-    ours.
-    """
+    """Return the template of a Mixture of Experts; their option `count` has the number of experts."""
     experts = {"type": gate(), "d_ff": width}
     base = {"type": "moe", "num_experts": hf_option(count), "router": router, "experts": experts}
     return merged(base, options)

@@ -218,9 +218,7 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
 def _complete_from(
     own: DenseConfig | GatedConfig, target: DenseConfig | GatedConfig, where: str
 ) -> DenseConfig | GatedConfig:
-    """Return `target` with missing options of the FFN; ConfigError if a given option does not fit its
-    weights.
-    """
+    """Return `target` with missing options of the FFN; ConfigError if one does not fit its weights."""
     given = {name: getattr(target, name) for name in {"type", *target.model_fields_set}}
     for name, value in own.to_dict().items():
         if name in given and name not in _FREE and given[name] != value:

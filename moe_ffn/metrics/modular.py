@@ -148,9 +148,7 @@ class LanguageMetrics(Metric):
 
     @property
     def loss_so_far(self) -> Tensor:
-        """Loss of this rank since the last reset, nats per token, without waiting for others; nan before the
-        first batch.
-        """
+        """Loss of this rank alone since the last reset, nats per token; nan before the first batch."""
         return (self.nats / self.num_tokens).float()
 
     def compute(self) -> dict[str, Tensor]:

@@ -106,9 +106,7 @@ class AttentionConfig(Config, frozen=True):
     def build(
         self, d_model: int, causal: bool, norm: NormConfig, window: int | None = None
     ) -> nn.Module:
-        """Return a new module with its layer's window, which `DecoderConfig.layer_windows` reads from
-        `window_at`.
-        """
+        """Return a new module with its layer's window, which `layer_windows` reads from `window_at`."""
         if self.latent is not None:
             return LatentAttention(self, self.latent, d_model, causal, norm, window)
         kind = SinkAttention if self.sinks else SelfAttention

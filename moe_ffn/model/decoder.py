@@ -198,15 +198,11 @@ class DecoderConfig(Config, frozen=True):
         max_seq_len: int,
         on_layer: Callable[[DecoderLayer], None] | None = None,
     ) -> Decoder:
-        """Return a new module for up to `max_seq_len` tokens; `on_layer` gets each layer before the next is
-        built.
-        """
+        """Return a new module for up to `max_seq_len` tokens; `on_layer` gets each layer once built."""
         return Decoder(self, vocab_size, max_seq_len, on_layer)
 
     def build_empty(self, vocab_size: int, max_seq_len: int) -> Decoder:
-        """Return the module on torch's meta device; ConfigError, with the line, if a part reads values when
-        built.
-        """
+        """Return the module on the meta device; ConfigError names a line that reads values when built."""
         try:
             with torch.device("meta"):
                 return self.build(vocab_size, max_seq_len)
@@ -505,9 +501,7 @@ class Decoder(nn.Module):
         return capacities
 
     def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
-        """Return routing name -> experts of each token, int64 (B, S, K), of routers that can replay, for
-        `replay`.
-        """
+        """Return routing name -> experts of each token, int64 (B, S, K), if the router can replay."""
         shape = output.logits.shape[:2]
         return {
             name: output.routings[name].expert_ids_N.reshape(*shape, -1)

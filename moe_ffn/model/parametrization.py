@@ -169,9 +169,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
     it here too."""
 
     def base_model(self, model: DecoderConfig) -> DecoderConfig:
-        """Return the model with the sizes of the base but its own depth; ConfigError if the base is not
-        valid.
-        """
+        """Return the model with the base's sizes but its own depth; ConfigError if that is not valid."""
         if "parametrization" in self.base:
             raise ConfigError(
                 "parametrization: cannot be in a base, which lists sizes; leave it out"

@@ -38,9 +38,7 @@ class RouterConfig(TaggedConfig, frozen=True):
     """True if the router returns a `PairsOnlyRouting`, without (T, E) tables."""
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
-        """Return why this router cannot serve a use case, by `lookahead_reason` and `is_tokenwise`; None if
-        it can.
-        """
+        """Return why this router cannot serve a use case; None if it can. See `lookahead_reason`."""
         if self.lookahead_reason and (
             use_case.causal or (use_case.cached and not self.is_tokenwise)
         ):
@@ -212,9 +210,7 @@ class Router(nn.Module, ABC):
         return sequence_length
 
     def expert_rows(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by name, with one row per expert; ConfigError if one has another
-        first axis.
-        """
+        """Return parameters and buffers with one row per expert; ConfigError if one has no such rows."""
         raise self._no_rows()
 
     def _no_rows(self, where: str = "", fix: str = "") -> ConfigError:
@@ -224,14 +220,10 @@ class Router(nn.Module, ABC):
         )
 
     def begin_step(self, generator: torch.Generator) -> None:
-        """Draw the random numbers that all batches and ranks of a step share, from its generator; none by
-        default.
-        """
+        """Draw the random numbers that all batches and ranks of a step share; none by default."""
 
     def observe(self, routing: Routing) -> Tensor | None:
-        """Return a tensor of one batch's routing, which the trainer sums over a step for `update`; None if
-        unused.
-        """
+        """Return a tensor of a batch's routing, which the trainer sums for `update`; None if unused."""
         return None
 
     def update(self, observed: Tensor) -> None:
@@ -465,9 +457,7 @@ def routing_of_pairs(
 
 
 def rankable_tokens(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Return bool (T,), True for real tokens with finite logits; others could displace tokens that they rank
-    with.
-    """
+    """Return bool (T,), True for real tokens with finite logits, which may be ranked together."""
     finite_T = logits_TE.isfinite().all(dim=-1)
     return finite_T if mask_T is None else finite_T & mask_T
 

@@ -146,9 +146,7 @@ def _num_sequences(routing: Routing) -> int:
 
 
 def by_position(routing: Routing) -> Tensor:
-    """Earlier positions first, then earlier sequences, then pair order. Causal: no later token displaces an
-    earlier one.
-    """
+    """Earlier positions, then earlier sequences first. Causal: no later token displaces an earlier one."""
     return routing.token_indices_N % max(routing.sequence_length, 1)
 
 

@@ -55,9 +55,7 @@ class SparseMixerRouter(LinearRouter):
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
     def pick(self, logits_TE: Tensor, remaining_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weight and id of the next expert, (T, 1) each; `remaining_TE` are the logits, -inf for
-        earlier picks.
-        """
+        """Return the next expert's weight and id, (T, 1) each; earlier picks are -inf in `remaining_TE`."""
         with torch.no_grad():
             largest_T1, best_T1 = remaining_TE.max(dim=-1, keepdim=True)
             distance_TE = (largest_T1 - logits_TE) / logits_TE.abs().maximum(largest_T1)

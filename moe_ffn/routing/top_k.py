@@ -288,9 +288,7 @@ class BaseTopKRouter(LinearRouter):
 
 
 class TopKRouter(BaseTopKRouter):
-    """p = softmax(W x), or with `softmax: after` of the k chosen logits, weights the k experts with the
-    largest p.
-    """
+    """p = softmax(W x) weights the k experts with the largest p; `softmax: after`, of their logits only."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)

@@ -75,9 +75,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
         return with_blocks(source, made)
 
     def target(self, config: FFNConfig, d_model: int, layer: int) -> MoEConfig:
-        """Return the carved layer's config; ConfigError unless the block is a SwiGLU without biases of a
-        divisible width.
-        """
+        """Return the carved layer's config; ConfigError unless a SwiGLU without biases can be divided."""
         experts = as_experts(config, d_model)
         options = {} if experts is None else experts.to_dict()
         if options.get("type") != "swiglu" or options["bias"]:

@@ -176,9 +176,7 @@ def _read_tensors(
     expected: Mapping[str, Tensor],
     prefixes: tuple[str, ...] = ("",),
 ) -> dict[str, Tensor]:
-    """Read tensors by our names, with the shapes in `expected`; all tensors of the files with one of the
-    prefixes must be used.
-    """
+    """Read tensors by our names, shaped as `expected`; all tensors with one of the prefixes must be used."""
     with _open_weights(folder) as slices:
         pieces = {
             name: _stored_form(layout_of(family, name)(value.shape, hf), slices)

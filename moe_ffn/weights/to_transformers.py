@@ -287,9 +287,7 @@ def _llama_cpp_notes(family: Family, ours: Options) -> list[str]:
 
 
 def _attempt(family: Family, options: Options, sizes: Mapping[str, int]) -> _Attempt:
-    """Write options for an architecture, with rewrites until none helps; ConfigError for an unsupported
-    option.
-    """
+    """Write options for an architecture, with rewrites until none helps; ConfigError if it lacks one."""
     available = {**COMMON, **family.rewrites}
     applied: list[Rewrite] = []
     while True:

@@ -306,9 +306,7 @@ def _describe(weights: ExpertWeights | None) -> str:
 
 @torch.no_grad()
 def total_weight(router: Router, d_model: int, generator: Generator) -> float:
-    """Return the mean sum of a token's weights over tokens from N(0, 1); ConfigError if the router chooses no
-    expert for them.
-    """
+    """Return the mean sum of a token's weights, tokens from N(0, 1); ConfigError if no expert is chosen."""
     # Routers that choose by token id have the same sum for every token, so any ids do.
     x_TD = torch.randn(_PROBES, d_model, generator=generator, dtype=torch.float64)
     ids_T = torch.arange(_PROBES)

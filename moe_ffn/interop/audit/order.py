@@ -110,9 +110,7 @@ def _losses(probe: Probe, logits_BSV: Tensor) -> Tensor:
 
 
 def _rise(probe: Probe, before_BS: Tensor) -> tuple[float, float]:
-    """Return the mean rise of the loss and its standard error over sequences, whose tokens are not
-    independent.
-    """
+    """Return the mean rise of the loss, and its standard error over the (independent) sequences."""
     rise_B = (_losses(probe, probe.logits(labels=None)) - before_BS).nanmean(dim=1)
     rise_B = rise_B[rise_B.isfinite()]
     return rise_B.mean().item(), (rise_B.std() / len(rise_B) ** 0.5).item()
