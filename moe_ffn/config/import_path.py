@@ -109,7 +109,7 @@ def is_file_tag(text: str) -> bool:
 
 def import_class(tag: str, family: type[Class]) -> type[Class]:
     """Import the subclass of `family` that a tag names, with a warning and output to stderr; its code runs
-    unless `permitting_imports` forbids it. ConfigError if that fails, or the tag names no subclass, or an abstract one.
+    unless `permitting_imports` forbids it. ConfigError if that fails, or the class is another or abstract.
     """
     where, _, name = tag.rpartition(":")
     code = find_code(where)
