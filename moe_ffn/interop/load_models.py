@@ -194,9 +194,9 @@ def load_adapter(
     """Put the adapter in a folder onto a model from `base_folder`; ConfigError without peft or safetensors,
     or if a shape does not fit.
     """
-    from safetensors import safe_open
-
     peft = import_optional("peft", "an adapter needs peft")
+    from safetensors import safe_open  # peft brings it
+
     path = folder / ADAPTER_WEIGHTS
     if kind_of(path) is None:
         raise ConfigError(f"'{folder}' has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
