@@ -101,14 +101,13 @@ class StdlibConfig(CorpusConfig, frozen=True):
         return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 Paths = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     Field(strict=False, min_length=1),
-    BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...]),
+    BeforeValidator(
+        lambda value: (value,) if isinstance(value, str) else value,
+        json_schema_input_type=str | tuple[str, ...],
+    ),
 ]
 """Files, folders and globs; a single path needs no list."""
 
