@@ -170,7 +170,7 @@ class FFNConfig(TaggedConfig, frozen=True):
         """Return the forward FLOPs of matrix products per token, a third of those in training."""
 
     def with_k(self, k: int, d_model: int) -> Self:
-        """Return a config for evaluation with k experts per token; see `RouterConfig.with_k`."""
+        """Return a config for evaluation with k experts per token of the same width; see `RouterConfig`."""
         blocks = {option: block.with_k(k, d_model) for option, block in self.inner_blocks().items()}
         return self.model_copy(update=blocks)
 
@@ -237,7 +237,7 @@ class FFNBlock(nn.Module, ABC):
         return notebook_cards.card(title, facts, notebook_cards.folded("modules", repr(self)))
 
     def place_experts(self, place: PlaceExperts) -> None:
-        """Divide the experts among ranks by `place`, by default those of every inner block."""
+        """Divide the experts among ranks by `place`, and keep its dispatcher; by default in inner blocks."""
         for block in self.children():
             if isinstance(block, FFNBlock):
                 block.place_experts(place)

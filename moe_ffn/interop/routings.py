@@ -171,7 +171,7 @@ class Watcher:
 
 
 def routing_modules(model: nn.Module) -> dict[str, str]:
-    """Find our blocks and their experts: layer name -> path; ConfigError for none, or two in a layer."""
+    """Find our blocks and transformers' experts: layer name -> path; ConfigError for none, or two a layer."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         # Skip blocks inside our blocks: a shared expert, or the block of a mixture of depths.
