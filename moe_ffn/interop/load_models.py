@@ -17,12 +17,7 @@ from moe_ffn.files import kind_of, read_object
 from moe_ffn.interop.routings import routing_modules, watch
 from moe_ffn.interop.transformers import NEED_TRANSFORMERS
 from moe_ffn.outputs import Routing
-from moe_ffn.weights.pretrained import (
-    MODEL_CONFIG_FILE,
-    TOKENIZER_FILE,
-    no_tokenizer,
-    weight_files,
-)
+from moe_ffn.weights.pretrained import MODEL_CONFIG_FILE, TOKENIZER_FILE, no_tokenizer, weight_files
 
 
 @dataclass(frozen=True)

@@ -446,12 +446,7 @@ class LatentAttention(_Attention):
         return self.output(self._attend(query, key, value, self._mask(x_BSD, mask_BS), scale))
 
     def _attend_latents(
-        self,
-        plain: Tensor,
-        rotated: Tensor,
-        cached: Tensor,
-        attn_mask: Tensor | None,
-        scale: float,
+        self, plain: Tensor, rotated: Tensor, cached: Tensor, attn_mask: Tensor | None, scale: float
     ) -> Tensor:
         """Return the attention of new tokens, (B, S, H d), without projecting the cached latent vectors c,
         (B, 1, L, kv_rank + rotated_dim) with their rotated keys. q . (K c) = (K^T q) . c, and sum(V c) = V

@@ -37,12 +37,7 @@ from moe_ffn.weights.pretrained import (
     weight_files,
 )
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported dtypes of safetensors; quantised weights have others, and their scales are separate tensors."""
 
 _BY_TYPE = {family.model_type: family for family in FAMILIES}

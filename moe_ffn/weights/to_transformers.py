@@ -370,7 +370,7 @@ def _block_options(ffn: FFNConfig, d_model: int) -> dict[str, Any]:
 
 
 _TRAINING_ONLY = {
-    *("dropout", "jitter", "backend", "multiple_of", "activation_checkpointing", "k_min", "k_max"),
+    *("dropout", "jitter", "backend", "multiple_of", "activation_checkpointing", "k_min", "k_max")
 }
 """Last parts of option paths that do not change outputs in evaluation."""
 
