@@ -16,8 +16,8 @@ from moe_ffn.config import environment  # noqa: F401  # pyright: ignore[reportUn
 
 # isort: split
 from moe_ffn.balancing import load_balancing_loss, router_z_loss
+from moe_ffn.config import lazy_names
 from moe_ffn.config.errors import ConfigError, install
-from moe_ffn.config.lazy import lazy_names
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import (
     DenseConfig,

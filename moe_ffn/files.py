@@ -31,8 +31,6 @@ _KINDS = {
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 """Errors of `stat` for a missing file or a broken link."""
 
-_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows lacks it
-
 _FSYNC_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP}
 """Errors of file systems that cannot sync a folder."""
 
@@ -43,13 +41,7 @@ def reason(error: OSError) -> str:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return `a file`, `a folder`, `a pipe`, `a socket` or `a device`; None if nothing is at `path`.
-
-    Links are followed.
-
-    Raises:
-        OSError: the kind cannot be determined.
-    """
+    """Return `a file`, `a folder`, `a pipe`, `a socket` or `a device`, links followed; None if absent."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
     except OSError as error:
@@ -59,14 +51,9 @@ def kind_of(path: Path) -> str | None:
 
 
 def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
-    """Open a regular file. Reading follows links; opening a link for writing fails.
-
-    Raises:
-        OSError: `path` is not a regular file, or cannot be opened.
-    """
+    """Open a regular file, or a link to one; OSError for anything else."""
     _require_file(path)
-    no_follow = 0 if mode == "rb" else _O_NOFOLLOW
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags | no_follow, 0o666))
+    return path.open(mode)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -94,11 +81,7 @@ def write_file(folder: Path, name: str, text: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and its parents, unless it exists.
-
-    Raises:
-        OSError: the folder cannot be made, or `path` is not a folder.
-    """
+    """Make a folder and its parents unless it exists; OSError if that fails or `path` is not a folder."""
     if (kind := kind_of(path)) not in (None, "a folder"):
         raise OSError(errno.ENOTDIR, f"not a folder, but {kind}", str(path))
     path.mkdir(parents=True, exist_ok=True)

@@ -60,10 +60,8 @@ def spread(count: int, max_items: int) -> list[int]:
 
 
 def load_table(loads: Mapping[str, Sequence[float]]) -> str:
-    """Return a heat map of loads, a row for each layer; loads are shares of the layer's pairs.
-
-    Cells are multiples of the even share. Only some layers of a deep model are shown. More than
-    `MAX_COLUMNS` experts are sorted by load, and only some are shown.
+    """Return a heat map of some layers' loads, shares of their pairs, as multiples of the even share. More
+    than `MAX_COLUMNS` experts are sorted by load, and only some are shown.
     """
     widest = max(map(len, loads.values()))
     names, cells = list(loads), ""
@@ -87,11 +85,8 @@ def _load_cell(ratio: float) -> str:
 
 
 def routing_map(pairs: Sequence[tuple[int, int, float, bool]], load_E: Sequence[float]) -> str:
-    """Return a drawing of the experts (rows) that the first tokens (columns) chose, and of their loads.
-
-    Args:
-        pairs: (token, expert, weight, dropped) of each pair.
-        load_E: each expert's share of the pairs.
+    """Return a drawing of the experts (rows) of the first tokens (columns), from (token, expert, weight,
+    dropped) of each pair, and of their loads, shares of the pairs.
     """
     by_load = sorted(range(len(load_E)), key=lambda expert: -load_E[expert])
     row_of = {expert: row for row, expert in enumerate(sorted(by_load[:MAX_EXPERTS]))}

@@ -16,10 +16,7 @@ from moe_ffn import notebook_cards
 
 
 def summarize(value: Any) -> str:
-    """Describe a dataclass on one line: `TokenContext(mask=bool[2, 16] on cpu)`.
-
-    Fields that are None are omitted; tensor values are not read.
-    """
+    """Describe a dataclass on one line, without None or values: `TokenContext(mask=bool[2, 16] on cpu)`."""
     items = ((field.name, getattr(value, field.name)) for field in fields(value))
     shown = (f"{name}={brief(item)}" for name, item in items if item is not None)
     return f"{type(value).__name__}({', '.join(shown)})"
@@ -50,15 +47,9 @@ class TokenHistory(Protocol):
     """Values of earlier tokens, which a decoder stores to compute only the new ones; see `KVCache`."""
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
-        """Return the values of the previous `reach` tokens followed by `new`, and store the new values.
-
-        Args:
-            owner: the calling module; each of its calls in a forward pass has a separate buffer.
-            new: values of the new tokens, (B, S, ...).
-            reach: number of previous tokens.
-
-        Returns:
-            (B, reach + S, ...), zero before the first token.
+        """Return the values of the previous `reach` tokens followed by `new` (B, S, ...), and store these:
+        (B, reach + S, ...), zero before the first token. Each call of a module `owner` in a pass has its own
+        buffer.
         """
         ...
 
@@ -226,11 +217,7 @@ class Routing:
         return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.active_N
 
     def require(self, name: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
-        """Return `logits_TE` or `scores_TE`.
-
-        Raises:
-            ValueError: the router returns no tables; the message names `needed_by`, a loss or a metric.
-        """
+        """Return `logits_TE` or `scores_TE`; ValueError, naming the loss or metric, if there is none."""
         table_TE = getattr(self, name)
         if table_TE is None:
             raise ValueError(
@@ -251,10 +238,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class VariableKRouting(Routing):
-    """Routing in which the number of experts per token depends on the data.
-
-    The router lists the maximum number of pairs, so that shapes do not depend on the data.
-    """
+    """Routing whose experts per token depend on the data; lists the maximum, for constant shapes."""
 
     selected_N: Tensor
     """bool, False for listed pairs that the router did not choose."""

@@ -21,11 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
-from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, UseCase, explain, show
+from moe_ffn.config.errors import ConfigError, UseCase, show
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import FFNBlock, FFNConfig
 from moe_ffn.ffn.dispatch import make_plan, unsorted_plan
@@ -33,7 +31,6 @@ from moe_ffn.outputs import FFNOutput, PairsOnlyRouting, Routing, TokenContext
 from moe_ffn.routing import Router, RouterConfig, routing_of_pairs
 
 Kind = TypeVar("Kind")
-Part = TypeVar("Part", bound=TaggedConfig)
 
 _BATCH, _LENGTH = 2, 8
 _MAX_LENGTH = 512
@@ -72,7 +69,7 @@ def check_ffn(
         with isolated_rng(device):
             checks.block(block.float(), config if isinstance(config, FFNConfig) else None)
     else:
-        config = _validated(FFNConfig, ffn)
+        config = FFNConfig.checked(ffn)
         checks = PartChecks(f"'{config.type}'", d_model, seq_len, causal)
         with isolated_rng(checks.device):
             checks.ffn(config)
@@ -100,7 +97,7 @@ def check_router(
     Raises:
         ConfigError: a check failed; the message gives the actual and the expected behaviour.
     """
-    config = _validated(RouterConfig, router)
+    config = RouterConfig.checked(router)
     checks = PartChecks(f"'{config.type}'", d_model, seq_len, causal)
     with isolated_rng(checks.device):
         checks.router(config, num_experts)
@@ -124,18 +121,11 @@ def check_experts(
     Raises:
         ConfigError: a check failed; the message gives the actual and the expected behaviour.
     """
-    config = _validated(ExpertsConfig, experts)
+    config = ExpertsConfig.checked(experts)
     checks = PartChecks(f"'{config.type}'", d_model)
     with isolated_rng(checks.device):
         built = config.build(d_model, num_experts, experts_per_token)
         checks.experts(built, d_model, num_experts)
-
-
-def _validated(family: type[Part], part: Part | Mapping[str, Any] | str) -> Part:
-    try:
-        return family.model_validate(part)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(error))) from error
 
 
 @contextmanager
@@ -220,15 +210,7 @@ class PartChecks:
     def require_gradient(
         self, output: Tensor, inputs: Sequence[Tensor], name: str, inputs_name: str, advice: str
     ) -> None:
-        """Raise if an output has no nonzero gradient with respect to any of the inputs.
-
-        Args:
-            output: tensor computed from `inputs` with gradients.
-            inputs: tensors to differentiate with respect to.
-            name: name of `output` in the message.
-            inputs_name: name of `inputs` in the message.
-            advice: end of the message.
-        """
+        """Raise if `output`, named `name`, has no nonzero gradient with respect to any of the inputs."""
         grads: tuple[Tensor | None, ...] = (None,)
         if output.requires_grad:
             direction = self.random(*output.shape)
@@ -300,13 +282,8 @@ class PartChecks:
     def require_blind_to_future(
         self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Raise if the model is causal and an output of the part changes with later tokens.
-
-        The check changes the second half of the tokens, then the last token.
-
-        Args:
-            module: the part.
-            call: x (B, S, D) and token ids (B, S) -> outputs (B, S, ...).
+        """Raise if the model is causal and outputs (B, S, ...) of `call`, given x (B, S, D) and token ids (B,
+        S), change with later tokens: with the second half, then with the last token.
         """
         length = min(self.seq_len, _MAX_LENGTH)
         if not self.causal or length == 1:
@@ -345,12 +322,8 @@ class PartChecks:
         call: Callable[[Tensor, Tensor], Tensor],
         alone: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """Raise if a block or router for cached decoding computes a token differently on its own.
-
-        Args:
-            module: the part.
-            call: x (B, S, D) and token ids (B, S) -> outputs (B, S, ...).
-            alone: the same for one token, after calls with the earlier tokens.
+        """Raise if a part for cached decoding computes a token differently on its own. `call` maps x (B, S,
+        D) and token ids (B, S) to outputs (B, S, ...), `alone` one token, after calls with the earlier ones.
         """
         x, ids = self.x(), self.token_ids_BS()
         module.eval()
@@ -551,14 +524,8 @@ class _History:
 def miscounted(
     name: str, counted: int, num_built: int, ffn: FFNConfig | None, d_model: int
 ) -> ConfigError:
-    """Return the error for a part whose module has another number of parameters than `num_params` returns.
-
-    Args:
-        name: name of the part.
-        counted: result of `num_params`.
-        num_built: number of parameters of the module.
-        ffn: config of the part, if it is a feed-forward block; the message names its miscounted experts.
-        d_model: D.
+    """Return the error for a part with `num_built` parameters, not `counted` as `num_params` returns. It
+    names the miscounted experts of `ffn`, the config of a feed-forward block.
     """
     cause = "" if ffn is None else _miscounted_experts(ffn, d_model)
     return ConfigError(

@@ -54,13 +54,6 @@ DOCS = Path(__file__).parents[1]
 REFERENCE = DOCS / "reference"
 OPTIONS = REFERENCE / "options"
 
-UNITS = re.compile(
-    r"(?:Least |Largest |Maximum |Minimum |Peak )?(?:[Nn]umber of )?(?:newest |additional )?"
-    r"(optimizer steps|steps|batches|sequences|tokens|seconds|percent|share|fraction|ratio|probability)\b",
-    re.IGNORECASE,
-)
-"""Beginning of a meaning that names the unit of an option."""
-
 NAMES = r"(?<!\S)--[a-z][\w.-]*\w|(?<![\w./-])(?:[a-z]\w*\.)*[a-z]+(?:_[a-z0-9]+)+(?:\.\w+)*"
 """Flags, and names with an underscore, in plain text."""
 
@@ -145,7 +138,7 @@ def member_sections(option: Option, families: list[Option], level: int) -> Itera
 
 
 def options_table(rows: Iterable[Iterable[str]]) -> str:
-    return table(["option", "default", "unit", "effect"], rows)
+    return table(["option", "default", "effect"], rows)
 
 
 def option_rows_of(
@@ -175,14 +168,9 @@ def option_rows(option: Option, prefix: str, families: list[Option]) -> Iterator
     below = option.switched_on().children() if is_section else []
     if not below or option.value is None:
         shown = "required" if default == REQUIRED else code(default)
-        yield [f"`{name}`", shown, unit(option.meaning), effect]
+        yield [f"`{name}`", shown, effect]
     for child in below:
         yield from option_rows(child, prefix, families)
-
-
-def unit(meaning: str) -> str:
-    found = UNITS.match(meaning)
-    return found[1].lower() if found else ""
 
 
 PAGES = {
@@ -467,7 +455,7 @@ def with_generated_parts(text: str) -> str:
     )
 
 
-def tables_of_contents(text: str) -> str:
+def tables_of_contents(text: str, folder: Path) -> str:
     """Return the pages of the sidebar below an index page: those that it links to, by their last heading."""
     captions: dict[str, str] = {}
     for section in text.split("\n## "):
@@ -478,16 +466,23 @@ def tables_of_contents(text: str) -> str:
             captions[page] = option
     return "".join(
         f"\n```{{toctree}}\n:hidden:\n{caption}\n"
-        + "".join(f"{page}\n" for page in captions if captions[page] == caption)
+        + "".join(sidebar_entry(folder, p) for p in captions if captions[p] == caption)
         + "```\n"
         for caption in dict.fromkeys(captions.values())
     )
 
 
+def sidebar_entry(folder: Path, page: str) -> str:
+    """Return a line of a table of contents, in which `How do I resume a run?` is `Resume a run`."""
+    file = folder / f"{page}.md"
+    asked = re.match(r"How do I (.)(.*)\?$", title(file)) if file.is_file() else None
+    return f"{asked[1].upper()}{asked[2]} <{page}>\n" if asked else f"{page}\n"
+
+
 def on_source_read(_app: Any, docname: str, source: list[str]) -> None:
     source[0] = with_full_docstrings(source[0])
     if docname.endswith(("index", "README", "reference/api")):
-        source[0] += tables_of_contents(source[0])
+        source[0] += tables_of_contents(source[0], (DOCS / docname).parent)
 
 
 def on_docstring(_app: Any, what: str, _name: str, _obj: Any, _opts: Any, lines: list[str]) -> None:

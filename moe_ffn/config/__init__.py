@@ -7,6 +7,36 @@ option_tree.py  all options with their defaults, as `--help` shows them
 import_path.py  classes from a user's file, `type: my_file.py:MyConfig`
 trust.py        rejects custom code that the user has not trusted
 sizes.py        hidden widths, and counts of parameters and FLOPs
-lazy.py         package attributes that are imported on first use
 environment.py  variables that torchrun, SLURM and Lightning set for each process
 """
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    package: str, names: Mapping[str, str], install: str | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package, for names (public name -> its module) imported on
+    first use. An error for a missing package names the command `install`; None raises the original error.
+    """
+
+    def get(name: str) -> Any:
+        if name in names:
+            try:
+                return getattr(import_module(names[name]), name)
+            except ModuleNotFoundError as error:
+                if install is None:
+                    raise
+                need = f"{package}.{name} needs {error.name}: {install}"
+                raise ModuleNotFoundError(need, name=error.name) from error
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def list_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *names})
+
+    return get, list_names

@@ -89,6 +89,14 @@ class Config(BaseModel, frozen=True):
         return handler(data)
 
     @classmethod
+    def checked(cls, value: Any) -> Self:
+        """Return a config, or its options as one, validated; ConfigError with one line per mistake."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise ConfigError("\n".join(explain(error))) from error
+
+    @classmethod
     def _unknown_key(cls, key: str, data: Any) -> InitErrorDetails:
         known = list(cls.known_keys())
         section, _, rest = key.partition(".")
@@ -133,10 +141,7 @@ class Config(BaseModel, frozen=True):
         return ()
 
     def model_dump(self, **arguments: Any) -> dict[str, Any]:
-        """Return the options as pydantic does, but nested configs with all options of their own class.
-
-        By default, pydantic would drop the options that the declared class of a field lacks.
-        """
+        """Return the options as pydantic does, but those of nested configs by their own class."""
         return super().model_dump(**{"serialize_as_any": True, **arguments})
 
     def model_dump_json(self, **arguments: Any) -> str:
@@ -271,10 +276,8 @@ class TaggedConfig(Config, frozen=True):
 
 
 def help_texts(cls: type[Config]) -> dict[str, str]:
-    """Return the help text of each option of `cls`: its `description`, or the docstring under it.
-
-    The docstrings are read from the source on demand: pydantic's `use_attribute_docstrings` doubles the
-    time of `import moe_ffn`.
+    """Return each option's `description` or the docstring under it, read from the source on demand:
+    pydantic's `use_attribute_docstrings` doubles the time of `import moe_ffn`.
     """
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):

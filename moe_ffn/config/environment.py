@@ -89,13 +89,7 @@ def is_under_torchrun() -> bool:
 
 def check_environment(num_nodes: int) -> None:
     """Check the variables from which Lightning detects a launcher; call this before importing lightning.
-
-    Args:
-        num_nodes: number of machines of the run.
-
-    Raises:
-        ConfigError: a variable has a value that no launcher sets, or another variable of the launcher is
-            missing.
+    Raise ConfigError if one is missing, or has a value that no launcher sets.
     """
     for name in _NUMBERS & os.environ.keys():
         if not (os.environ[name].isdecimal() and len(os.environ[name]) < 10):
@@ -121,15 +115,7 @@ def processes_here() -> int | None:
 
 
 def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
-    """Check that the launcher started one process for each device.
-
-    Args:
-        num_devices: number of devices per machine.
-        num_nodes: number of machines.
-
-    Raises:
-        ConfigError: the launcher started more or fewer processes.
-    """
+    """Raise ConfigError unless the launcher started one process for each device of each machine."""
     launcher, num_processes = _launcher(), num_devices * num_nodes
     train = f"this run trains in {num_processes} process{'es' if num_processes > 1 else ''}"
     if launcher is not None and _number(launcher.size) != num_processes:
@@ -189,9 +175,6 @@ def require_packages() -> None:
 
 
 def announce_import(*packages: str) -> None:
-    """Log `importing lightning ...` for packages that are not imported yet.
-
-    Call this after the options are checked, so that mistakes and `--help` do not log it.
-    """
+    """Log `importing lightning ...` for packages not imported yet; call it after options are checked."""
     if not_imported := [name for name in packages if name not in sys.modules]:
         log.info("importing %s ...", " and ".join(not_imported))

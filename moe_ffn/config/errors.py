@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,10 +40,7 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class UseCase:
-    """Conditions under which a block or router will run: causal model, cache, device, ranks.
-
-    A config that does not support them returns the reason from `unsupported`.
-    """
+    """Conditions under which a block or router will run; its config returns why not from `unsupported`."""
 
     causal: bool = False
     """The model is causal: no output may depend on later tokens."""
@@ -107,10 +105,8 @@ UNKNOWN_KEY = "unknown_key"
 def explain(
     error: ValidationError, unknown: Callable[[str, str], str] = lambda path, message: message
 ) -> list[str]:
-    """Return one sentence per mistake: `model.ffn.num_experts: must be at least 1, got 0`.
-
-    Args:
-        unknown: (path of an unknown key, message of its config) -> the message to show.
+    """Return one sentence per mistake: `model.ffn.num_experts: must be at least 1, got 0`. `unknown` maps the
+    path and message of an unknown key to the message to show.
     """
     lines: list[str] = []
     for item in error.errors(include_url=False):
@@ -141,10 +137,7 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def printable(text: str, also: str = "") -> str:
-    r"""Escape unprintable characters as `\x1b`, since they could reprogram a terminal.
-
-    Spaces of any width and the characters in `also` are kept.
-    """
+    r"""Escape unprintable characters, which could reprogram a terminal, except spaces and those in `also`."""
     return "".join(
         c if c.isprintable() or c in also or unicodedata.category(c) == "Zs" else escaped(c)
         for c in text
@@ -185,6 +178,14 @@ def expand_path(path: str, key: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:  # `~somebody` who does not exist
         raise ConfigError(f"{key}: '{path}': {first_line(error)}") from error
+
+
+def import_optional(module: str, need: str) -> Any:
+    """Import a module of an optional package; ConfigError, beginning with `need`, if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{need}: pip install {module.partition('.')[0]}") from error
 
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -79,11 +79,7 @@ _permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lamb
 
 @contextmanager
 def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
-    """Make `import_class` call `permit` before it first runs a module or file.
-
-    Args:
-        permit: raises a ConfigError if the code must not run.
-    """
+    """Call `permit`, which may raise ConfigError, before `import_class` first runs a module or file."""
     token = _permit.set(permit)
     try:
         yield
@@ -112,13 +108,8 @@ def is_file_tag(text: str) -> bool:
 
 
 def import_class(tag: str, family: type[Class]) -> type[Class]:
-    """Import the subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
-
-    Importing logs a warning and runs the code of the module, unless `permitting_imports` forbids it.
-    Output of the code goes to stderr.
-
-    Raises:
-        ConfigError: the import failed, or `tag` names no subclass of `family`, or a method is missing.
+    """Import the subclass of `family` that a tag names, with a warning and output to stderr; its code runs
+    unless `permitting_imports` forbids it. ConfigError if that fails, or the class is another or abstract.
     """
     where, _, name = tag.rpartition(":")
     code = find_code(where)
@@ -137,11 +128,7 @@ def import_class(tag: str, family: type[Class]) -> type[Class]:
 
 
 def find_code(where: str) -> Code:
-    """Read the code that a tag names, without running it.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Read the code that a tag names, without running it; ConfigError if the file cannot be read."""
     if not where.endswith(".py"):
         path = file_of_module(where)
         try:
@@ -235,12 +222,8 @@ def tag_of(cls: type) -> str:
 @contextmanager
 def explaining_custom_errors(culprit: str = "") -> Iterator[None]:
     """Turn an error of custom code, `sys.exit` included, into a ConfigError that names its file and line.
-
-    Ctrl-C and exits after a signal are raised unchanged. Without a `culprit`, so is an error whose traceback
-    has no custom code.
-
-    Args:
-        culprit: subject of the message; by default the custom file in the traceback.
+    Raise exits by signal unchanged, and without a `culprit`, the subject of the message, also errors without
+    custom code in their traceback.
     """
     try:
         yield

@@ -61,11 +61,7 @@ class Option:
 
     @property
     def config(self) -> type[Config] | None:
-        """Config class of the value; None for a plain value and for null.
-
-        Raises:
-            ConfigError: the value names an unknown type.
-        """
+        """Config class of the value; None for a plain value and null, ConfigError for an unknown type."""
         if self.value == REQUIRED:
             return None
         value = {"type": self.value} if isinstance(self.value, str) else self.value
@@ -124,11 +120,7 @@ class Option:
             yield from child.descendants()
 
     def leaves(self) -> Iterator[Option]:
-        """Yield all options at and below this one, without sections.
-
-        Raises:
-            ConfigError: a section names an unknown type.
-        """
+        """Yield all options at and below this one, without sections; ConfigError for an unknown type."""
         for option in (self, *self.descendants()):
             if not option.children() and option.config is None:
                 yield option
@@ -220,11 +212,7 @@ _FIXED_TRAINER_ARGUMENTS = {
 
 
 def explain_unknown(path: str, message: str, tree: Option) -> str:
-    """Return the message about a path that is not an option of `tree`.
-
-    Args:
-        message: message of the section that rejected the key; it may suggest a similar name.
-    """
+    """Return the message about a path not in `tree`, given that of the section that rejected it."""
     if type_hint := _hint_for_type_name(path, tree):
         return type_hint
     if same_name := _same_name(path, tree):
@@ -240,10 +228,7 @@ def explain_unknown(path: str, message: str, tree: Option) -> str:
 
 
 def nearest_options(typed: str, tree: Option) -> str:
-    """Return `"; did you mean 'optimizer.learning_rate'?"` for `trainer.learning_rate`, `lr` or `learn_rate`.
-
-    Empty if no option has this name or a similar one.
-    """
+    """Return `"; did you mean 'optimizer.learning_rate'?"` for `lr`; empty if no option is similar."""
     near = nearest(typed.rpartition(".")[2], (option.name for option in tree.descendants()))
     return suggest(_same_name(typed, tree) or (_same_name(near, tree) if near else []))
 
@@ -335,10 +320,7 @@ def lookup(options: Mapping[str, Any], path: str) -> Any:
 
 
 def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `update` into `base`, mapping by mapping.
-
-    A mapping with another `type` replaces the old one, so that no option of the old type remains.
-    """
+    """Merge `update` into `base`, mapping by mapping; a mapping of another `type` replaces the old one."""
     merged = dict(base)
     for key, new in update.items():
         old = _as_options(merged.get(key)) if isinstance(new, Mapping | str) else None
@@ -354,10 +336,8 @@ def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Nest (dotted key, value) pairs; a later pair overrides an earlier one.
-
-    An option inside a mapping overrides the mapping in any order: `--model.ffn.d_ff 64 --model.ffn swiglu`
-    sets both.
+    """Nest (dotted key, value) pairs; a later pair overrides an earlier one. An option inside a mapping
+    overrides the mapping in any order, as in `--model.ffn.d_ff 64 --model.ffn swiglu`.
     """
     result: dict[str, Any] = {}
     for path, value in sorted(options, key=lambda option: option[0].count(".")):

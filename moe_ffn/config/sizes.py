@@ -50,11 +50,7 @@ HiddenWidth = Annotated[_Width | MatchConfig | None, WrapValidator(_number_or_ma
 
 
 def given_width(d_ff: int | MatchConfig | None) -> int | None:
-    """Return the hidden width; None for a default.
-
-    Raises:
-        ConfigError: `d_ff` is an unsolved match.
-    """
+    """Return the hidden width, None for a default; ConfigError if `d_ff` is an unsolved match."""
     if isinstance(d_ff, MatchConfig):
         raise ConfigError(
             f"d_ff: matches the {d_ff.match} of '{d_ff.of.type}', but is not solved yet; "
@@ -70,10 +66,8 @@ _MAX_DEFAULT_WIDTH = 10 * MAX_COUNT
 
 
 def share_of(*factors: float, parts: int) -> tuple[int, int]:
-    """Return the product of `factors` divided by `parts` as an exact numerator and denominator.
-
-    In floating point 1.1 * 50 is slightly above 55, so that its ceiling is 56. The result is clamped to
-    1 / `MAX_SHARE` and `MAX_SHARE`, so that a positive factor is never rounded to zero.
+    """Return the product of `factors` divided by `parts` as an exact numerator and denominator, from 1 /
+    `MAX_SHARE` to `MAX_SHARE`. In floating point 1.1 * 50 is slightly above 55, so that its ceiling is 56.
     """
     if torch.compiler.is_dynamo_compiling():  # floats are symbolic with `dynamic=True`
         from torch.fx.experimental.symbolic_shapes import guard_scalar  # loads SymPy
@@ -105,20 +99,14 @@ def ceil_of_share(counts: Counts, share: tuple[int, int]) -> Counts:
 
 
 def gated_width(d_model: float, multiple_of: int = 8) -> int:
-    """Return the hidden width that gives a gated block the parameters of a dense block of width 4 * d_model.
-
-    A gated block has three matrices instead of two, so it gets 2/3 of the width: 8/3 * d_model (Shazeer
-    2020, section 4).
+    """Return 8/3 * d_model, at which three matrices have the parameters of a dense block of width 4 * d_model
+    (Shazeer 2020, section 4).
     """
     return round_width(8 * d_model / 3, multiple_of)
 
 
 def round_width(width: float, multiple_of: int = 8) -> int:
-    """Round to a positive multiple of `multiple_of`, which makes matrix products faster.
-
-    Raises:
-        ConfigError: no memory could hold this width, which a tiny `router.k` may give.
-    """
+    """Round to a positive multiple, for speed; ConfigError if no memory could hold the width."""
     if width > _MAX_DEFAULT_WIDTH:
         raise ConfigError(
             f"d_ff: the default hidden width would be {width:.3g}, too large for any memory; set d_ff, or "

@@ -40,11 +40,7 @@ def accepting_code(accept: bool = True) -> Iterator[None]:
 
 @contextmanager
 def only_trusted_code(folder: Path) -> Iterator[None]:
-    """Import only trusted code while the run in `folder` is read.
-
-    Raises:
-        UntrustedCodeError: the run names untrusted code, which was not run.
-    """
+    """Import only trusted code while the run in `folder` is read; UntrustedCodeError for other code."""
     untrusted: list[Code] = []
 
     def permit(code: Code) -> None:

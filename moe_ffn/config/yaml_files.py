@@ -27,12 +27,8 @@ _MAX_BYTES = 100_000
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any], where: str = "") -> RootConfig:
-    """Validate plain options; raise a ConfigError with one line per mistake.
-
-    A warning is logged before the code of a custom class runs.
-
-    Args:
-        where: name of the file or model that holds the options; each line of the message begins with it.
+    """Validate plain options; ConfigError with one line per mistake, which begins with `where`, the file or
+    model. A warning is logged before the code of a custom class runs.
     """
     try:
         with explaining_custom_errors():
@@ -77,11 +73,8 @@ def _with_file_tags(value: Any, folder: Path) -> Any:
 
 
 def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
-    """Read the config of a run; every line of a ConfigError names the file.
-
-    Raises:
-        UntrustedCodeError: the file names untrusted code, which was not run.
-        ConfigError: the file is not a valid config.
+    """Read the config of a run. Each line of a ConfigError names the file; an UntrustedCodeError, raised
+    before untrusted code runs, names the code.
     """
     try:
         with only_trusted_code(path.parent):
@@ -113,10 +106,7 @@ def flag_value(value: Any) -> str:
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Parse a flag's value as YAML; mappings and lists need brackets.
-
-    Hence the value of `--sample.prompt "def f(x):"` is text, not a mapping.
-    """
+    """Parse a flag's value as YAML; without brackets, `def f(x):` is text and not a mapping."""
     if text.lstrip()[:1] in ("{", "[", '"', "'"):
         return parse_yaml(text, where)
     try:
@@ -142,10 +132,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its surprises.
-
-    `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake.
-    """
+    """YAML 1.1 in which `1e-3` is a number, `1:30` and `2026-11-21` are text, and keys must differ."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         node = super().compose_node(parent, index)

@@ -62,10 +62,7 @@ class EpochStarts:
 
 @lru_cache(maxsize=2)  # a batch may span two epochs
 def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> EpochStarts:
-    """Return the windows of an epoch.
-
-    The windows are adjacent and begin at a random offset. Offset and order depend only on (seed, epoch).
-    """
+    """Return the windows of an epoch, adjacent from a random offset; both depend only on (seed, epoch)."""
     window = seq_len + 1
     count = windows_per_epoch(num_tokens, seq_len)
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
@@ -187,11 +184,8 @@ class TrainBatches(_Batches):
         return self._batch(self._starts(first, first + rows))
 
     def windows_read(self, num_batches: int, max_tokens: int) -> np.ndarray:
-        """Return the first windows of all ranks, each text once, (num_windows, S + 1).
-
-        Args:
-            num_batches: micro-batches read; windows after the first epoch are left out.
-            max_tokens: most tokens to return.
+        """Return the first windows of `num_batches` micro-batches of all ranks, at most `max_tokens` and each
+        text once, (num_windows, S + 1).
         """
         window = self.seq_len + 1
         num_read = min(num_batches * self.batch_size, self.windows_per_epoch)

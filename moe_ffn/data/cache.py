@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config.errors import ConfigError
-from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, reason, sha256_of
+from moe_ffn.config.errors import explaining
+from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, sha256_of
 
 _META = "meta.json"
 
@@ -30,13 +30,9 @@ _ABANDONED_SECONDS = 86_400
 
 @contextlib.contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` if the block ends without an error.
-
-    The block must call `seal` at its end, and must write inside `writing`. If another process was faster and
-    its folder is intact, its folder is kept. Abandoned temporary folders are removed.
-
-    Raises:
-        ConfigError: the folder cannot be written.
+    """Yield a temporary folder that replaces `folder` unless the block raises; ConfigError if that fails. The
+    block must call `seal` at its end, and write inside `writing`. An intact folder of a faster process is
+    kept.
     """
     built = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
@@ -51,16 +47,10 @@ def building(folder: Path) -> Iterator[Path]:
         shutil.rmtree(built, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def writing(built: Path) -> Iterator[None]:
+def writing(built: Path) -> contextlib.AbstractContextManager[None]:
     """Turn an OSError, such as a full disk, into a ConfigError that names the option."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir: '{built.parent}' cannot be written ({reason(error)}); "
-            "make room, or name another folder"
-        ) from error
+    problem = f"data.cache_dir: '{built.parent}' cannot be written"
+    return explaining(problem, "make room, or name another folder")
 
 
 def seal(folder: Path, meta: dict[str, Any]) -> None:
@@ -77,12 +67,8 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
-    """Return the metadata that `seal` wrote; None if the folder is missing or has changed.
-
-    A file is hashed only if its size or modification time changed after `seal`.
-
-    Args:
-        only: name of the only file to check; None checks all.
+    """Return the metadata that `seal` wrote, after checking all files, or `only` one; None if missing or
+    changed. A file is hashed only if its size or modification time has changed.
     """
     meta = read_object(folder / _META)
     try:

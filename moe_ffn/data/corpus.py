@@ -61,21 +61,14 @@ class CorpusConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
-        """Return all documents, in the same order at every call.
-
-        Raises:
-            ConfigError: there is no document.
-        """
+        """Return all documents, in the same order at every call; ConfigError if there are none."""
 
     def require_files(self) -> None:
         """Raise ConfigError if a file that the config names is missing; read no file."""
 
     def stamp(self) -> str | None:
-        """Return a digest of the names, sizes and modification times of all files.
-
-        None without files, or if one has just changed or vanished.
-
-        A corpus with the same stamp is not read again.
+        """Return a digest of names, sizes and times of all files; a corpus with the same stamp is not read
+        again. None without files, or if one has just changed or vanished.
         """
         return None
 
@@ -108,14 +101,13 @@ class StdlibConfig(CorpusConfig, frozen=True):
         return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 Paths = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     Field(strict=False, min_length=1),
-    BeforeValidator(_as_tuple, json_schema_input_type=str | tuple[str, ...]),
+    BeforeValidator(
+        lambda value: (value,) if isinstance(value, str) else value,
+        json_schema_input_type=str | tuple[str, ...],
+    ),
 ]
 """Files, folders and globs; a single path needs no list."""
 
@@ -135,13 +127,9 @@ class TextConfig(CorpusConfig, frozen=True):
             next(files_of(path), None)
 
     def documents(self) -> Iterator[Document]:
-        """Return the text files that `paths` name, each once.
-
-        The name of a document is its path below the folder or below the fixed part of the glob, so that
-        moving a corpus does not change its split.
-
-        Raises:
-            ConfigError: a path is missing, a named file is not text, or there is no text at all.
+        """Return the text files under `paths`, each once, named by their path below the folder or the fixed
+        part of the glob, so that moving a corpus does not change its split. ConfigError if a path is missing
+        or not text.
         """
         return read_text_documents(self.paths)
 

@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moe_ffn.config.errors import ConfigError, did_you_mean, expand_path, first_line
+from moe_ffn.config.errors import (
+    ConfigError,
+    did_you_mean,
+    expand_path,
+    first_line,
+    import_optional,
+)
 from moe_ffn.data.corpus import CorpusConfig, Document, Split, blocks
 
 
@@ -32,11 +38,7 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
     """Column that holds the text."""
 
     def documents(self) -> Iterator[Document]:
-        """Return rows as documents, named by their index; a missing text is empty.
-
-        Raises:
-            ConfigError: `datasets` cannot find or read the dataset.
-        """
+        """Return rows as documents, named by their index; a missing text is empty."""
         if self.validation_split is not None and self.validation_split == self.split:
             raise ConfigError(
                 f"data.corpus.validation_split ('{self.split}') must differ from data.corpus.split; "
@@ -73,7 +75,10 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
         return rows.select_columns([column])
 
     def _load(self, key: str, split: str) -> Any:
-        datasets = _import_datasets()
+        need = "data.corpus.type: 'hf_dataset' needs the datasets package"
+        datasets = import_optional("datasets", need)
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()
         path, name = self.path, self.name
         local = expand_path(path, "data.corpus.path")
         try:
@@ -107,18 +112,6 @@ _READERS = {
 }
 
 _ROWS_AT_ONCE = 1024
-
-
-def _import_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            "data.corpus.type: 'hf_dataset' needs the datasets package: pip install datasets"
-        ) from error
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    return datasets
 
 
 def _pick_split(saved: Any, split: str, path: str, key: str) -> Any:

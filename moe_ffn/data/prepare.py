@@ -100,13 +100,9 @@ class PreparedData:
 
 
 def prepare(config: DataConfig) -> PreparedData:
-    """Read, split and encode the corpus, or return the result from `data.cache_dir`.
-
-    The corpus is read again only if the name, size or time of a file changed. Memory grows by about 20
-    bytes per document. Several processes may prepare the same data at the same time.
-
-    Raises:
-        ConfigError: the corpus cannot be read or is too short, or the cache cannot be written.
+    """Read, split and encode the corpus, or return the result from `data.cache_dir`, unless the name, size or
+    time of a file changed. Several processes may do so at once; memory grows by about 20 bytes per document.
+    ConfigError if the corpus cannot be read or is too short, or the cache cannot be written.
     """
     if (files := config.corpus.token_files()) is not None:
         return _from_token_files(config, files)

@@ -48,9 +48,8 @@ class Documents:
 
 
 def changed(before: Documents, now: Documents) -> str | None:
-    """Describe how the documents changed, naming the first change; None if they are equal.
-
-    Example: `'b.txt' was removed, and 2 other documents differ too`
+    """Describe how the documents changed, such as `'b.txt' was removed, and 2 other documents differ too`;
+    None if they are equal.
     """
     if before.corpus_sha256 == now.corpus_sha256:
         return None
@@ -115,11 +114,7 @@ class Piece:
 
 
 def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitPlan:
-    """Read a corpus once and assign every document to a split.
-
-    Raises:
-        ConfigError: there is no text, or the documents name their splits and one split is empty.
-    """
+    """Read a corpus once and assign every document to a split; ConfigError if a given split has no text."""
     corpus = hashlib.sha256()
     fingerprint_list, size_list, assigned_list = array("Q"), array("Q"), bytearray()
     digests: list[tuple[str, str]] = []
@@ -185,11 +180,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
 
 
 def split_pieces(documents: Iterable[Document], plan: SplitPlan) -> Iterator[Piece]:
-    """Yield the text of a corpus in order, in pieces that each belong to one split.
-
-    Raises:
-        ConfigError: the documents changed since the plan was made.
-    """
+    """Yield the text of a corpus in order, in pieces of one split; ConfigError if it has changed."""
     position, index = 0, -1
     for index, document in enumerate(documents):
         if index == len(plan.assigned):

@@ -81,14 +81,7 @@ class TokenSequence:
 
     @classmethod
     def of(cls, paths: Sequence[Path], dtype: np.dtype[Any]) -> TokenSequence:
-        """Open token files.
-
-        Args:
-            dtype: dtype of files without a header.
-
-        Raises:
-            ConfigError: a file cannot be read, or is not a one-dimensional array of ids.
-        """
+        """Open token files, of this dtype unless they have a header; ConfigError if not a row of ids."""
         return cls([_open_tokens(path, dtype) for path in paths])
 
     def part(self, start: int, stop: int) -> TokenSequence:
@@ -112,10 +105,9 @@ class TokenSequence:
         return parts[-1] if len(parts) == 2 else np.concatenate(parts)
 
     def digests(self) -> list[FileDigest]:
-        """Return a digest of each file, computed from blocks that are spread over it.
-
-        Reading billions of tokens at every start would take minutes. A replaced, truncated or extended file
-        gets another digest, but a change of a single token may go unnoticed.
+        """Return a digest of each file, from blocks spread over it, since reading billions of tokens takes
+        minutes. A replaced, truncated or extended file gets another digest; a single changed token may go
+        unnoticed.
         """
         return [_digest(file) for file in self.files]
 

@@ -16,15 +16,12 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config.base import TaggedConfig
-from moe_ffn.config.errors import ConfigError, expand_path, first_line, show
+from moe_ffn.config.errors import ConfigError, expand_path, first_line, import_optional, show
 from moe_ffn.files import read_object, reason
 
 
 class Tokenizer(ABC):
-    """Fixed vocabulary of byte strings, and the rule that splits text into them.
-
-    Encoding is lossless: the joined bytes of the tokens equal the input, even if it is not UTF-8.
-    """
+    """Fixed vocabulary of byte strings, and the rule that splits any text, UTF-8 or not, without loss."""
 
     def __init__(self, token_bytes: Sequence[bytes], end_of_document: int) -> None:
         self.token_bytes = tuple(token_bytes)
@@ -54,11 +51,7 @@ class Tokenizer(ABC):
         return torch.from_numpy(self.encode_batch([text])[0].astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD, the end of document is empty.
-
-        Raises:
-            ValueError: an id is not in the vocabulary.
-        """
+        """Return the text of `ids`, U+FFFD for bytes not UTF-8; ValueError for an unknown id."""
         ids = list(ids.tolist() if isinstance(ids, Tensor) else ids)
         outside = [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]
         if outside:
@@ -200,13 +193,8 @@ class FileTokenizerConfig(TokenizerConfig, frozen=True):
 
 
 def read_tokenizer(path: Path, where: str) -> Tokenizer:
-    """Read a tokenizer.json of Hugging Face or of a run's folder.
-
-    Args:
-        where: beginning of error messages.
-
-    Raises:
-        ConfigError: the file is missing, damaged, or of another type of tokenizer.
+    """Read a tokenizer.json of Hugging Face or of a run's folder. Raise ConfigError, whose message begins
+    with `where`, if it is missing, damaged, or of another type.
     """
     try:
         values = read_object(path)
@@ -225,6 +213,7 @@ def _restored(values: Mapping[str, Any]) -> Tokenizer:
 _END = "<|endoftext|>"
 
 _STORED = "data.tokenizer: the stored tokenizer of type 'bpe'"
+_NEED = "data.tokenizer.type: 'bpe' needs the tokenizers package"
 
 _PROBE = "The Café\u00a0 costs  1,50\u20ac\r\n\tor e\u0301 ".encode()
 """Text with capitals, repeated and outer spaces, and characters that a normalizer would change."""
@@ -235,7 +224,7 @@ _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")
 
 def train_bpe(text: Iterable[bytes], vocab_size: int) -> BPETokenizer:
     """Train a tokenizer of at most `vocab_size` tokens: end of document, 256 bytes, and merges."""
-    tokenizers = _import_tokenizers()
+    tokenizers = import_optional("tokenizers", _NEED)
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     bpe.decoder = tokenizers.decoders.ByteLevel()
@@ -253,15 +242,10 @@ class BPETokenizer(Tokenizer):
     """Trained byte-pair encoding; the text `<|endoftext|>` is encoded as text, not as the special token."""
 
     def __init__(self, definition: Mapping[str, Any], where: str = _STORED) -> None:
-        """Read the content of a byte-level `tokenizer.json` of Hugging Face.
-
-        Args:
-            where: beginning of error messages.
-
-        Raises:
-            ConfigError: the content is damaged, loses text, or is of another type of tokenizer.
+        """Read a byte-level `tokenizer.json` of Hugging Face. Raise ConfigError, whose message begins with
+        `where`, if it is damaged, loses text, or is of another type.
         """
-        tokenizers = _import_tokenizers()
+        tokenizers = import_optional("tokenizers", _NEED)
         try:
             self._definition = dict(definition)
             self._bpe = tokenizers.Tokenizer.from_str(json.dumps(self._definition))
@@ -328,10 +312,8 @@ def _bytes_of(token: str, byte_of: Mapping[str, int], where: str) -> bytes:
 
 
 def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
-    """Return the bytes of a token of any `tokenizer.json`.
-
-    Args:
-        byte_level: characters stand for bytes, as in GPT-2; otherwise U+2581 is a space and `<0xE2>` a byte.
+    """Return the bytes of a token: its characters stand for bytes as in GPT-2, or if not `byte_level`, U+2581
+    is a space and `<0xE2>` a byte.
     """
     if byte_level:
         byte_of = _alphabet()
@@ -343,22 +325,10 @@ def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """Return character -> byte for the alphabet of GPT-2's tokens.
-
-    A printable Latin-1 byte is its own character; the 68 other bytes are U+0100 onwards
-    (https://github.com/openai/gpt-2, `bytes_to_unicode`).
+    """Return character -> byte of GPT-2's tokens (https://github.com/openai/gpt-2, `bytes_to_unicode`):
+    itself for a printable Latin-1 byte, U+0100 onwards for the 68 others.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))
     alphabet = {chr(value): value for value in printable}
     return alphabet | {chr(0x100 + index): value for index, value in enumerate(others)}
-
-
-def _import_tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ConfigError(
-            "data.tokenizer.type: 'bpe' needs the tokenizers package: pip install tokenizers"
-        ) from error
-    return tokenizers

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from moe_ffn.config.base import require_count
-from moe_ffn.config.errors import ConfigError, explain
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.chain_of_experts import ChainOfExpertsConfig
 from moe_ffn.ffn.dense import (
@@ -70,7 +67,4 @@ def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNB
     """
     require_count(d_model, "d_model")
     with memory_errors_as_config_errors("the block"):
-        try:
-            return FFNConfig.model_validate(config).build(d_model)
-        except ValidationError as error:
-            raise ConfigError("\n".join(explain(error))) from error
+        return FFNConfig.checked(config).build(d_model)

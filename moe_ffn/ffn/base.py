@@ -94,11 +94,8 @@ class ExpertStack:
     def flops_per_token(
         self, d_model: int, pairs_per_token: float, rows_per_token: float = 1
     ) -> int:
-        """Return the forward FLOPs for one token.
-
-        Args:
-            pairs_per_token: number of experts that process the token.
-            rows_per_token: input rows per token; the experts' shared weights process each row once.
+        """Return the forward FLOPs for one token that `pairs_per_token` experts process. The experts' shared
+        weights process each of its `rows_per_token` input rows once.
         """
         per_pair = self.config.flops_per_pair(d_model, self.experts_per_token)
         shared = self.config.shared_flops_per_token(d_model, self.experts_per_token)
@@ -170,16 +167,10 @@ class FFNConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        """Return the forward FLOPs of the matrix products, per token of a sequence of `seq_len` tokens.
-
-        A training step needs three times as many.
-        """
+        """Return the forward FLOPs of matrix products per token, a third of those in training."""
 
     def with_k(self, k: int, d_model: int) -> Self:
-        """Return a config for evaluation with k experts per token, of the same width as now.
-
-        It changes routers with a whole k, such as `top_k`, also in inner blocks; see `RouterConfig.with_k`.
-        """
+        """Return a config for evaluation with k experts per token of the same width; see `RouterConfig`."""
         blocks = {option: block.with_k(k, d_model) for option, block in self.inner_blocks().items()}
         return self.model_copy(update=blocks)
 
@@ -205,10 +196,7 @@ _SHOWN_SEQ_LEN = 1024
 
 
 class FFNBlock(nn.Module, ABC):
-    """Maps (..., d_model) to (..., d_model), and returns its routings with the output.
-
-    The module stores no statistics.
-    """
+    """Maps (..., d_model) to (..., d_model), returns its routings, and stores no statistics."""
 
     if TYPE_CHECKING:
 
@@ -249,10 +237,7 @@ class FFNBlock(nn.Module, ABC):
         return notebook_cards.card(title, facts, notebook_cards.folded("modules", repr(self)))
 
     def place_experts(self, place: PlaceExperts) -> None:
-        """Divide the experts among ranks with `place`, and keep the dispatcher that it returns.
-
-        The default implementation does so in every inner block.
-        """
+        """Divide the experts among ranks by `place`, and keep its dispatcher; by default in inner blocks."""
         for block in self.children():
             if isinstance(block, FFNBlock):
                 block.place_experts(place)
@@ -275,10 +260,7 @@ def round_name(number: int) -> str:
 
 
 def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values of an inner block with their routing names prefixed by `outer`.
-
-    `routing`, the name of a block's own router, becomes `outer`; `inner` becomes `outer/inner`.
-    """
+    """Prefix names of an inner block: `routing`, its own, becomes `outer`, and `inner` `outer/inner`."""
     return {
         outer if name == OWN_ROUTING else f"{outer}/{name}": value for name, value in values.items()
     }
@@ -290,17 +272,9 @@ def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
 def check_input(
     x: Tensor, context: TokenContext | None, d_model: int, block: nn.Module | None = None
 ) -> None:
-    """Raise if a block cannot process an input; every block calls this first. No tensor values are read.
-
-    Args:
-        x: input of the block.
-        context: context of `x`.
-        d_model: width of the block.
-        block: the block; its class name begins the message.
-
-    Raises:
-        TypeError: `x`, `context` or a field of `context` has the wrong type.
-        ValueError: a dtype, width, shape, layout or device is wrong.
+    """Raise if a block of width `d_model`, whose class begins the message, cannot process an input; every
+    block calls this first. TypeError for wrong types, ValueError for a wrong dtype, width, shape, layout or
+    device. No tensor values are read.
     """
     try:
         _check_x(x, d_model)
@@ -379,20 +353,14 @@ def _check_context(context: TokenContext, leading_shape: torch.Size, device: tor
 
 
 def without_padding(x: Tensor, context: TokenContext | None) -> Tensor:
-    """Return `x` (..., d_model) with zeros for padding.
-
-    Otherwise NaN in padding would reach the gradients of the weights as 0 * NaN.
-    """
+    """Return `x` (..., d_model) with zeros for padding, whose NaN would reach the gradients as 0 * NaN."""
     if context is None or context.mask is None:
         return x
     return x.masked_fill(~context.mask.unsqueeze(-1), 0)
 
 
 def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
-    """Return `x` (..., d_model) as (T, d_model) with zeros for padding, and the flattened context.
-
-    Call `check_input` on both first.
-    """
+    """Return `x` (..., d_model), already checked, as (T, d_model) without padding, and its context."""
     context = context or TokenContext()
     leading_shape = x.shape[:-1]
     x = without_padding(x, context)

@@ -73,10 +73,7 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
 
 
 class ChainOfExpertsFFN(FFNBlock):
-    """x_0 = x, x_t = x_(t-1) + MoE_t(x_(t-1)), y = x_C (arXiv:2506.18945, equations 4 to 7).
-
-    The output includes the input x, as in the paper. The first round uses the router of `ffn`.
-    """
+    """x_0 = x, x_t = x_(t-1) + MoE_t(x_(t-1)), y = x_C, which includes x (arXiv:2506.18945, eq. 4 to 7)."""
 
     def __init__(self, config: ChainOfExpertsConfig, d_model: int) -> None:
         super().__init__()

@@ -274,10 +274,7 @@ def _by_sequence(flat: TokenContext) -> Tensor | None:
 
 
 class _PositionConv(nn.Module):
-    """A 1-D convolution, computed as a linear map of the window around each position.
-
-    With kernel size 1 it only calls `nn.Linear`, so the outputs equal those of the dense block bit by bit.
-    """
+    """A linear map of the window around each position; with kernel size 1, exactly an `nn.Linear`."""
 
     def __init__(self, d_in: int, d_out: int, config: ConvConfig) -> None:
         super().__init__()

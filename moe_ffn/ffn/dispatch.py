@@ -18,12 +18,8 @@ from moe_ffn.outputs import PairsOnlyRouting, Plan, Routing
 
 
 def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
-    """Sort the pairs of a routing by expert; the pairs of an expert keep token order.
-
-    Args:
-        routing: routing to plan.
-        num_experts: number of experts with a network, which come first; the plan computes only their pairs
-            (see `ffn.zero_computation`). None: all experts.
+    """Sort the pairs of a routing by expert, in token order. Only pairs of the first `num_experts` experts,
+    which have networks, are computed; None: of all.
     """
     num_experts = routing.num_experts if num_experts is None else num_experts
     uncomputed_N = routing.uncomputed_N
@@ -51,10 +47,8 @@ def plan_of_pairs(
 
 
 def unsorted_plan(routing: Routing, num_experts: int) -> Plan:
-    """Return a plan in the router's order, for experts that are table rows and need no sorting.
-
-    `offsets_E` is empty, because with millions of experts no tensor should have one entry per expert. Pairs
-    that are not computed have weight 0 and expert id 0.
+    """Return a plan in the router's order, for experts that are table rows. Its `offsets_E` is empty, since
+    there may be millions; pairs not computed have weight and expert 0.
     """
     uncomputed_N = routing.uncomputed_N | (routing.expert_ids_N >= num_experts)
     return Plan(

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from pydantic import ValidationError
-
 from moe_ffn.config.base import MAX_COUNT, Config, require_count
-from moe_ffn.config.errors import ConfigError, explain
+from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.sizes import CostKind, MatchConfig
 from moe_ffn.ffn.base import FFNConfig
 
@@ -78,10 +76,7 @@ def solve_widths(
     """
     require_count(d_model, "d_model")
     require_count(seq_len, "seq_len")
-    try:
-        ffn = FFNConfig.model_validate(ffn)
-    except ValidationError as error:
-        raise ConfigError("\n".join(explain(error))) from error
+    ffn = FFNConfig.checked(ffn)
     matches = dict(_matches(ffn, option))
     if not matches:
         return ffn, None

@@ -158,13 +158,8 @@ class MixtureOfDepthsFFN(FFNBlock):
 def gather_chosen(
     x_TD: Tensor, flat: TokenContext, chosen_BS: Tensor, max_chosen: int | None = None
 ) -> tuple[Tensor, Tensor, TokenContext]:
-    """Gather the chosen tokens of each sequence, in order, and pad each sequence to M tokens.
-
-    Args:
-        max_chosen: M; None: the largest number of chosen tokens in a sequence of `chosen_BS`.
-
-    Returns:
-        x (B, M, D); the position of each token in its sequence, (B, M); the context of the inner block.
+    """Gather the chosen tokens of each sequence, in order, padded to M tokens, by default the largest number.
+    Return x (B, M, D), positions in the sequences (B, M), and the inner block's context.
     """
     length = chosen_BS.shape[1]
     # Chosen tokens first; the stable sort keeps the order of both parts.

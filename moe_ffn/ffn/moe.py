@@ -196,12 +196,8 @@ class MoEFFN(FFNBlock):
         return self.run_experts(routing, x_TD.view_as(x), context)
 
     def run_experts(self, routing: Routing, x: Tensor, context: TokenContext | None) -> FFNOutput:
-        """Run the experts of a routing, and sum their weighted outputs.
-
-        Args:
-            routing: routing to `num_routable` experts.
-            x: (..., d_model), zero for padding.
-            context: context of `x`.
+        """Run the experts of a routing to `num_routable` experts, and sum their weighted outputs; `x` (...,
+        d_model) is zero for padding.
         """
         x_TD = x.reshape(-1, self.d_model)
         routing = self.capacity.apply_to(routing, training=self.training)
@@ -282,11 +278,7 @@ _OLD_DEFAULTS = (None, False, "output")
 
 
 def _without_moved_options(options: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """Remove the old options of a mixture.
-
-    Returns:
-        The current options, and an error message for each old option whose value is not its default.
-    """
+    """Return the options without old ones, and a message for each old one that is not at its default."""
     current, messages = dict(options), dict[str, str]()
     old = {name: current.pop(name) for name in _MOVED if name in current}
     norms = current.pop("norms", None)

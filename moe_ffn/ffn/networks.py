@@ -30,10 +30,7 @@ from moe_ffn.routing.base import Router
 
 @dataclass(frozen=True)
 class Memory:
-    """Hidden units of one network as key-value memories; each adds activation * value to the output.
-
-    Geva et al. 2021 (arXiv:2012.14913), equation 2.
-    """
+    """Hidden units as key-value memories; each adds activation * value (arXiv:2012.14913, eq. 2)."""
 
     name: str
     """`expert 3`, `shared expert`; empty for the only network of a block."""
@@ -53,10 +50,7 @@ class Memory:
 
 @singledispatch
 def networks(block: nn.Module) -> ExpertWeights | None:
-    """Return the weights of a block's E networks (one for a dense block); None for other kinds of blocks.
-
-    The weights of experts are the parameters themselves, not copies.
-    """
+    """Return the weights of a block's E networks, uncopied for experts; None for other blocks."""
     return None
 
 
@@ -95,10 +89,8 @@ def _(block: MoEFFN) -> ExpertWeights | None:
 
 @singledispatch
 def memories(block: nn.Module, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    """Return the hidden units of each network in a block, with their activations for `x`.
-
-    The arguments are the same as for `FFNBlock.forward`. The list is empty for the types `identity`,
-    `soft_moe` and `normed`, and for custom blocks that register no function.
+    """Return the hidden units of each network in a block, with their activations for `x`; no units for the
+    types `identity`, `soft_moe` and `normed`, and unregistered custom blocks.
     """
     return []
 

@@ -126,11 +126,7 @@ class NgramMemoryFFN(WrapperFFN):
         self.conv = ShortConv(d_model, config.kernel_size, dilation=config.max_order)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
-        """See `FFNBlock.forward`.
-
-        Raises:
-            ValueError: the context has no token ids.
-        """
+        """Add the memory to the output of the inner block; ValueError if the context has no token ids."""
         check_input(x, context, self.d_model, self)
         if context is None or context.token_ids is None:
             raise ValueError(

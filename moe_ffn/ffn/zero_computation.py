@@ -46,10 +46,7 @@ class ZeroComputationConfig(Config, frozen=True):
 
 
 class ZeroComputationExperts(nn.Module):
-    """MoE++ (Jin et al. 2024, arXiv:2410.07348), section 3.1.
-
-    zero(x) = 0; copy(x) = x; constant(x) = a_1 x + a_2 v with [a_1, a_2] = softmax(W x).
-    """
+    """zero(x) = 0, copy(x) = x, constant(x) = a_1 x + a_2 v, a = softmax(W x) (arXiv:2410.07348)."""
 
     def __init__(self, config: ZeroComputationConfig, d_model: int) -> None:
         super().__init__()

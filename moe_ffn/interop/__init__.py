@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from moe_ffn.config.lazy import lazy_names
+from moe_ffn.config import lazy_names
 
 if TYPE_CHECKING:
     from moe_ffn.interop.adapters import fuse_adapters

@@ -86,10 +86,7 @@ def fuse_adapters(model: Model) -> Model:
 
 
 class ParamWrapper(peft_layer.ParamWrapper):
-    """peft's wrapper of a stacked parameter, whose factors our kernels multiply.
-
-    peft recognises its wrappers by the name of their class.
-    """
+    """peft's wrapper of a stacked parameter, recognised by its name; our kernels multiply its factors."""
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:

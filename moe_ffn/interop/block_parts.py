@@ -29,7 +29,8 @@ from moe_ffn.weights.options import ACTIVATIONS, HFConfig
 # -- an entry
 
 Template = Mapping[str, Any] | Callable[[Any], Any]
-"""Our options as in YAML; a value may be a function that computes it from the config of transformers."""
+"""Our options as in YAML. A value `=NAME` is an option of the config of transformers, and a function computes
+a value from this config."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,6 @@ class LiveOptions(Mapping[str, Any]):
         return len({*vars(self.config), *self.defaults})
 
 
-def hf_option(name: str) -> Callable[[Any], Any]:
-    """Return a function that reads an option of their config."""
-    return attrgetter(name)
-
-
 def translated(values: Mapping[str, str], name: str) -> Callable[[Any], str]:
     """Return a function that maps the value of their option to ours; it rejects a value not in `values`."""
 
@@ -109,6 +105,8 @@ def resolve(template: Any, config: Any) -> Any:
     """Return the options of a template as plain values, for a config of transformers."""
     if callable(template):
         return resolve(template(config), config)
+    if isinstance(template, str) and template.startswith("="):
+        return attrgetter(template[1:])(config)
     if isinstance(template, Mapping):
         return {key: resolve(value, config) for key, value in template.items()}
     return template
@@ -148,33 +146,24 @@ def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
     return lambda config: template if getattr(config, option) else otherwise
 
 
-K = hf_option("num_experts_per_tok")
-INTERMEDIATE, MOE_INTERMEDIATE = (
-    hf_option("intermediate_size"),
-    hf_option("moe_intermediate_size"),
-)
+K = "=num_experts_per_tok"
+INTERMEDIATE, MOE_INTERMEDIATE = ("=intermediate_size", "=moe_intermediate_size")
 SOFTMAX = {"type": "top_k", "k": K}
 RENORMALIZED = {**SOFTMAX, "renormalize": True}
 SOFTMAX_OF_CHOSEN = {**SOFTMAX, "softmax": "after"}
-QWEN = {**SOFTMAX, "renormalize": hf_option("norm_topk_prob")}
-GROUPED = {**QWEN, "scale": hf_option("routed_scaling_factor"), "groups": groups}
+QWEN = {**SOFTMAX, "renormalize": "=norm_topk_prob"}
+GROUPED = {**QWEN, "scale": "=routed_scaling_factor", "groups": groups}
 SIGMOID = {"type": "sigmoid_top_k", "k": K}
-BIASED = {**SIGMOID, "scale": hf_option("routed_scaling_factor")}
-BIASED_GROUPS = {**BIASED, "renormalize": hf_option("norm_topk_prob"), "groups": groups}
+BIASED = {**SIGMOID, "scale": "=routed_scaling_factor"}
+BIASED_GROUPS = {**BIASED, "renormalize": "=norm_topk_prob", "groups": groups}
 
 
 def moe(
     router: Any, width: Any = MOE_INTERMEDIATE, count: str = "num_experts", **options: Any
 ) -> dict[str, Any]:
-    """Return the template of a Mixture of Experts.
-
-    Args:
-        width: hidden width of an expert.
-        count: their option with the number of experts.
-        options: our options to add or change.
-    """
+    """Return the template of a Mixture of Experts; their option `count` has the number of experts."""
     experts = {"type": gate(), "d_ff": width}
-    base = {"type": "moe", "num_experts": hf_option(count), "router": router, "experts": experts}
+    base = {"type": "moe", "num_experts": f"={count}", "router": router, "experts": experts}
     return merged(base, options)
 
 
@@ -182,14 +171,14 @@ def jittered(ffn: Template, option: str) -> Template:
     """Return a template with noise on the block's input, if their option is not 0."""
     return lambda config: (
         {"type": "jittered", "jitter": noise, "ffn": ffn}
-        if (noise := hf_option(option)(config))
+        if (noise := attrgetter(option)(config))
         else ffn
     )
 
 
 def shared(width: str, count: str | None = None, **options: Any) -> Template:
     """Return the template of a gated shared expert, whose width is the product of their options."""
-    d_ff = product_of(width, count) if count else hf_option(width)
+    d_ff = product_of(width, count) if count else f"={width}"
     return {"type": gate(), "d_ff": d_ff, **options}
 
 
@@ -283,11 +272,7 @@ SCORE = translated({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "sco
 
 
 def step_experts(config: Any, option: str) -> dict[str, Any]:
-    """Return the experts of Step-3.7's first layer.
-
-    Args:
-        option: their option with the limit of each layer; 0 means no limit.
-    """
+    """Return the experts of Step-3.7's first layer; their `option` has each layer's limit, 0 for none."""
     limit = (getattr(config, option) or [0])[0]
     clamp = {"alpha": 1.0, "limit": limit, "added": 0.0, "clamp": "after"} if limit else {}
     return {
@@ -320,7 +305,7 @@ DEEPSEEK_V2 = BlockEntry(
     moe(
         {
             **SOFTMAX,
-            "scale": hf_option("routed_scaling_factor"),
+            "scale": "=routed_scaling_factor",
             "groups": lambda c: (
                 None
                 if c.topk_method == "greedy"
@@ -328,9 +313,7 @@ DEEPSEEK_V2 = BlockEntry(
             ),
         },
         count="n_routed_experts",
-        shared_expert=shared(
-            "moe_intermediate_size", "n_shared_experts", bias=hf_option("mlp_bias")
-        ),
+        shared_expert=shared("moe_intermediate_size", "n_shared_experts", bias="=mlp_bias"),
     ),
     supported={"topk_method": ("greedy", "group_limited_greedy")},
     # A group scores as its best expert, so two chosen groups always contain the best two experts.
@@ -339,7 +322,7 @@ DEEPSEEK_V2 = BlockEntry(
 CLAMPED = {
     "type": translated(dict.fromkeys(("silu", "swish"), "clamped_swiglu"), "hidden_act"),
     "alpha": 1.0,
-    "limit": hf_option("swiglu_limit"),
+    "limit": "=swiglu_limit",
     "added": 0.0,
 }
 DEEPSEEK_V4 = BlockEntry(
@@ -349,7 +332,7 @@ DEEPSEEK_V4 = BlockEntry(
         INTERMEDIATE,
         "num_local_experts",
         experts=CLAMPED,
-        shared_expert={**CLAMPED, "d_ff": INTERMEDIATE, "bias": hf_option("mlp_bias")},
+        shared_expert={**CLAMPED, "d_ff": INTERMEDIATE, "bias": "=mlp_bias"},
     ),
     small={"mlp_layer_types": ["moe", "moe"]},
 )
@@ -376,7 +359,7 @@ GRANITE_LAYER = GRANITE.with_changes(
     },
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
 )
-EPS = {"eps": hf_option("rms_norm_eps")}
+EPS = {"eps": "=rms_norm_eps"}
 GEMMA = BlockEntry(
     "Gemma4TextDecoderLayer",
     {
@@ -384,10 +367,10 @@ GEMMA = BlockEntry(
         "output": EPS,
         "ffn": {
             "type": "moe",
-            "num_experts": hf_option("num_experts"),
+            "num_experts": "=num_experts",
             "router": {
                 "type": "top_k",
-                "k": hf_option("top_k_experts"),
+                "k": "=top_k_experts",
                 "renormalize": True,
                 "learned_scale": "expert",
                 "input_norm": EPS,
@@ -428,19 +411,10 @@ GEMMA = BlockEntry(
     note="the block reads the residual stream; the norm before the layer's FFN is the shared expert's",
 )
 SWITCH_FFN = moe(
-    {
-        "type": "top_k",
-        "k": 1,
-        "bias": hf_option("router_bias"),
-        "jitter": hf_option("router_jitter_noise"),
-    },
-    hf_option("d_ff"),
-    experts={
-        "type": "mlp",
-        "activation": hf_option("dense_act_fn"),
-        "dropout": hf_option("dropout_rate"),
-    },
-    capacity={"per_sequence": hf_option("expert_capacity")},
+    {"type": "top_k", "k": 1, "bias": "=router_bias", "jitter": "=router_jitter_noise"},
+    "=d_ff",
+    experts={"type": "mlp", "activation": "=dense_act_fn", "dropout": "=dropout_rate"},
+    capacity={"per_sequence": "=expert_capacity"},
 )
 SWITCH = BlockEntry(
     "SwitchTransformersSparseMLP",

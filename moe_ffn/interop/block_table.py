@@ -35,7 +35,6 @@ from moe_ffn.interop.block_parts import (
     experts_by_number,
     fused_shared_expert,
     gate,
-    hf_option,
     if_set,
     jittered,
     moe,
@@ -48,8 +47,8 @@ from moe_ffn.weights.layouts import halves, linear, named, rows_of, transposed, 
 
 MINIMAX_GATE = {
     "type": "clamped_swiglu",
-    "alpha": hf_option("swiglu_alpha"),
-    "limit": hf_option("swiglu_limit"),
+    "alpha": "=swiglu_alpha",
+    "limit": "=swiglu_limit",
     "added": 1.0,
 }
 NEMOTRON_EXPERTS = {"type": "mlp", "activation": "relu_squared", "d_ff": MOE_INTERMEDIATE}
@@ -58,20 +57,18 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "afmoe": BlockEntry(
         "AfmoeSparseMoeBlock",
         moe(
-            {**SIGMOID, "scale": hf_option("route_scale")},
+            {**SIGMOID, "scale": "=route_scale"},
             shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
         ),
     ),
     "aria": BlockEntry(
         "AriaTextMoELayer",
         moe(
-            {**SOFTMAX_OF_CHOSEN, "k": hf_option("moe_topk")},
+            {**SOFTMAX_OF_CHOSEN, "k": "=moe_topk"},
             INTERMEDIATE,
             "moe_num_experts",
             experts={"type": "swiglu"},
-            shared_expert=shared(
-                "intermediate_size", "moe_num_shared_experts", bias=hf_option("mlp_bias")
-            ),
+            shared_expert=shared("intermediate_size", "moe_num_shared_experts", bias="=mlp_bias"),
         ),
         TRANSPOSED,
     ),
@@ -117,13 +114,13 @@ BLOCKS: dict[str, BlockEntry | str] = {
             moe(
                 {
                     "type": "top_k",
-                    "k": hf_option("ffn_config.moe_top_k"),
+                    "k": "=ffn_config.moe_top_k",
                     "renormalize": lambda c: c.ffn_config.moe_normalize_expert_weights is not None,
                     "renormalize_p": lambda c: float(
                         c.ffn_config.moe_normalize_expert_weights or 1
                     ),
                 },
-                hf_option("ffn_config.ffn_hidden_size"),
+                "=ffn_config.ffn_hidden_size",
                 "ffn_config.moe_num_experts",
                 experts={"type": gate("ffn_config.ffn_act_fn.name")},
             ),
@@ -154,12 +151,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "deepseek_v32": DEEPSEEK.with_changes(class_name="DeepseekV32MoE"),
     "deepseek_v4": DEEPSEEK_V4,
     "deepseek_v4 hash": DEEPSEEK_V4.with_changes(
-        {
-            "router": {
-                "correction_bias": False,
-                "token_table": {"vocab_size": hf_option("vocab_size")},
-            }
-        },
+        {"router": {"correction_bias": False, "token_table": {"vocab_size": "=vocab_size"}}},
         names={"router.table_VK": named("gate.tid2eid")},
         small={"mlp_layer_types": ["hash_moe", "moe"]},
         note="used in the first layers only",
@@ -171,8 +163,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(
             {"type": "product_key", "k": K, "d_query": 0},
             None,
-            experts={"type": "single_neuron", "activation": hf_option("hidden_act")},
-            shared_expert=shared("intermediate_size", bias=hf_option("mlp_bias")),
+            experts={"type": "single_neuron", "activation": "=hidden_act"},
+            shared_expert=shared("intermediate_size", bias="=mlp_bias"),
         ),
         {
             "router.sub_keys": named("router_gate.weight"),
@@ -201,7 +193,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     ),
     "dots3_note vision": BlockEntry(
         "Dots3NoteVisionMoE",
-        moe({**SIGMOID, "scale": hf_option("router_scaling_factor")}, count="num_local_experts"),
+        moe({**SIGMOID, "scale": "=router_scaling_factor"}, count="num_local_experts"),
         small={"adapter_in_dim": 16, "mlp_layer_types": ["sparse"] * 2, "mlp_bias": False},
         note="block for image tokens; the number of experts per layer is in `per_layer_config`",
     ),
@@ -211,9 +203,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             {**RENORMALIZED, "correction_bias": True},
             shared_expert=if_set(
                 "moe_num_shared_experts",
-                shared(
-                    "moe_intermediate_size", "moe_num_shared_experts", bias=hf_option("use_bias")
-                ),
+                shared("moe_intermediate_size", "moe_num_shared_experts", bias="=use_bias"),
             ),
         ),
     ),
@@ -225,7 +215,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             shared_expert={
                 "type": gate(),
                 "d_ff": lambda c: c.moe_intermediate_size[0] * c.moe_num_shared_experts,
-                "bias": hf_option("use_bias"),
+                "bias": "=use_bias",
             },
         ),
         {
@@ -246,7 +236,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "flint": BlockEntry(
         "FlintSparseMoeBlock",
         moe(
-            {**SIGMOID, "renormalize": hf_option("norm_topk_prob"), "correction_bias": False},
+            {**SIGMOID, "renormalize": "=norm_topk_prob", "correction_bias": False},
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
     ),
@@ -268,7 +258,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "hunyuan_v1_moe": BlockEntry(
         "HunYuanMoEV1Moe",
         moe(
-            {**RENORMALIZED, "k": hf_option("moe_topk")},
+            {**RENORMALIZED, "k": "=moe_topk"},
             INTERMEDIATE,
             shared_expert=shared("intermediate_size"),
         ),
@@ -276,10 +266,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "hy_v3": BlockEntry(
         "HYV3MoE",
         moe(
-            {**SIGMOID, "scale": hf_option("router_scaling_factor")},
-            shared_expert=shared(
-                "moe_intermediate_size", "num_shared_experts", bias=hf_option("mlp_bias")
-            ),
+            {**SIGMOID, "scale": "=router_scaling_factor"},
+            shared_expert=shared("moe_intermediate_size", "num_shared_experts", bias="=mlp_bias"),
         ),
     ),
     "hy_v4": DEEPSEEK.with_changes(class_name="HYV4MoE", options={"experts": CLAMPED}),
@@ -288,9 +276,9 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(
             {
                 **SIGMOID,
-                "scale": hf_option("route_scale"),
+                "scale": "=route_scale",
                 "learned_scale": "global",
-                "num_always": hf_option("n_shared_experts"),
+                "num_always": "=n_shared_experts",
             },
             num_experts=lambda c: c.n_routed_experts + c.n_shared_experts,
         ),
@@ -311,8 +299,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
             count="num_local_experts",
             experts={
                 "type": "soft_capped_swiglu",
-                "gate_cap": hf_option("mlp_gate_softcap"),
-                "up_cap": hf_option("mlp_up_softcap"),
+                "gate_cap": "=mlp_gate_softcap",
+                "up_cap": "=mlp_up_softcap",
             },
         ),
     ),
@@ -339,7 +327,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "kolibri1": BlockEntry(
         "Kolibri1SparseMoeBlock",
         moe(
-            {**SIGMOID, "renormalize": hf_option("norm_topk_prob"), "select_by": "logit"},
+            {**SIGMOID, "renormalize": "=norm_topk_prob", "select_by": "logit"},
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
     ),
@@ -348,7 +336,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(
             {
                 **SIGMOID,
-                "scale": hf_option("moe_routed_scaling_factor"),
+                "scale": "=moe_routed_scaling_factor",
                 "logit_cap": lambda c: c.moe_router_logit_softcapping or None,
             },
             shared_expert=shared("shared_expert_intermediate_size"),
@@ -359,9 +347,9 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(
             {
                 **BIASED,
-                "renormalize": hf_option("norm_topk_prob"),
+                "renormalize": "=norm_topk_prob",
                 "renormalize_eps": lambda c: 1e-6 if c.norm_topk_prob else 0.0,
-                "correction_bias": hf_option("use_expert_bias"),
+                "correction_bias": "=use_expert_bias",
             },
             experts={"type": "swiglu"},
         ),
@@ -385,16 +373,14 @@ BLOCKS: dict[str, BlockEntry | str] = {
         moe(
             {
                 **SOFTMAX,
-                "k": hf_option("moe_topk"),
-                "scale": hf_option("routed_scaling_factor"),
+                "k": "=moe_topk",
+                "scale": "=routed_scaling_factor",
                 "bias": lambda c: getattr(c, "router_bias", False),
                 "correction_bias": True,
             },
-            hf_option("expert_ffn_hidden_size"),
+            "=expert_ffn_hidden_size",
             "n_routed_experts",
-            zero_computation=if_set(
-                "zero_expert_num", {"num_copy": hf_option("zero_expert_num")}, {}
-            ),
+            zero_computation=if_set("zero_expert_num", {"num_copy": "=zero_expert_num"}, {}),
         ),
         # Its remaining rows belong to zero-computation experts.
         {"experts.gate_up": rows_of("experts.gate_up_proj")},
@@ -414,28 +400,28 @@ BLOCKS: dict[str, BlockEntry | str] = {
             INTERMEDIATE,
             "num_local_experts",
             experts=MINIMAX_GATE,
-            shared_expert={**MINIMAX_GATE, "d_ff": hf_option("shared_intermediate_size")},
+            shared_expert={**MINIMAX_GATE, "d_ff": "=shared_intermediate_size"},
         ),
         fused_shared_expert("shared_experts.gate_up_proj", "shared_experts.down_proj"),
     ),
     "mistral4": MISTRAL.with_changes(
-        {"router": {"renormalize": hf_option("norm_topk_prob")}}, class_name="Mistral4MoE"
+        {"router": {"renormalize": "=norm_topk_prob"}}, class_name="Mistral4MoE"
     ),
     "mistral_large4": MISTRAL,
     "mixtral": MIXTRAL,
     "muse_spark": BlockEntry(
         "MuseSparkMoE",
         moe(
-            {**BIASED, "logit_scale": hf_option("output_multiplier")},
+            {**BIASED, "logit_scale": "=output_multiplier"},
             count="num_local_experts",
             experts={
                 "type": "latent",
                 "d_ff": None,
-                "width": hf_option("moe_hidden_size"),
+                "width": "=moe_hidden_size",
                 "experts": {
                     "type": "normed",
                     "input": EPS,
-                    "each": {"eps": hf_option("post_norm_eps"), "scale": "before"},
+                    "each": {"eps": "=post_norm_eps", "scale": "before"},
                     "experts": {"type": gate(), "d_ff": MOE_INTERMEDIATE},
                 },
             },
@@ -455,8 +441,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
                 "moe_latent_size",
                 {
                     "type": "latent",
-                    "width": hf_option("moe_latent_size"),
-                    "bias": hf_option("mlp_bias"),
+                    "width": "=moe_latent_size",
+                    "bias": "=mlp_bias",
                     "experts": NEMOTRON_EXPERTS,
                 },
                 NEMOTRON_EXPERTS,
@@ -464,8 +450,8 @@ BLOCKS: dict[str, BlockEntry | str] = {
             shared_expert={
                 "type": "dense",
                 "activation": "relu_squared",
-                "d_ff": hf_option("moe_shared_expert_intermediate_size"),
-                "bias": hf_option("mlp_bias"),
+                "d_ff": "=moe_shared_expert_intermediate_size",
+                "bias": "=mlp_bias",
             },
         ),
         linear(experts__into="fc1_latent_proj", experts__out_of="fc2_latent_proj"),
@@ -474,13 +460,13 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "nllb_moe": BlockEntry(
         "NllbMoeSparseMLP",
         moe(
-            {"type": "top_k", "k": 2, "renormalize": True, "bias": hf_option("router_bias")},
-            hf_option("encoder_ffn_dim"),
+            {"type": "top_k", "k": 2, "renormalize": True, "bias": "=router_bias"},
+            "=encoder_ffn_dim",
             experts={
                 "type": "mlp",
-                "activation": hf_option("activation_function"),
+                "activation": "=activation_function",
                 "bias": True,
-                "dropout": hf_option("activation_dropout"),
+                "dropout": "=activation_dropout",
             },
             capacity={
                 "factor": 1.0,
@@ -525,10 +511,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         "experts see it too; the published model applies noise once",
     ),
     "qwen2_moe": QWEN2,
-    "qwen3_5_moe": BlockEntry(
-        "Qwen3_5MoeSparseMoeBlock",
-        moe(RENORMALIZED, **GATED_SHARED),
-    ),
+    "qwen3_5_moe": BlockEntry("Qwen3_5MoeSparseMoeBlock", moe(RENORMALIZED, **GATED_SHARED)),
     "qwen3_moe": QWEN3,
     "qwen3_next": QWEN2.with_changes(class_name="Qwen3NextSparseMoeBlock"),
     "qwen3_omni_moe": QWEN3.with_changes(
@@ -543,7 +526,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "step3p7": BlockEntry(
         "Step3p7SparseMoeBlock",
         moe(
-            {**SIGMOID, "scale": hf_option("moe_router_scaling_factor")},
+            {**SIGMOID, "scale": "=moe_router_scaling_factor"},
             count="num_local_experts",
             experts=lambda c: step_experts(c, "swiglu_limits"),
             shared_expert=lambda c: {
@@ -571,11 +554,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             {
                 **SOFTMAX,
                 "correction_bias": True,
-                "mlp": {
-                    "width": hf_option("router_hidden_size"),
-                    "depth": 2,
-                    "eps": hf_option("rms_norm_eps"),
-                },
+                "mlp": {"width": "=router_hidden_size", "depth": 2, "eps": "=rms_norm_eps"},
             },
             zero_computation={"num_zero": 1},
         ),

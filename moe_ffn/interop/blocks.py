@@ -42,9 +42,8 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def convert_block(model: str, block: nn.Module, config: Any) -> FFNBlock:
-    """Return our block with copies of the weights of a live block of transformers, in its mode and dtype.
-
-    `block` is an instance of the class in the table. For other arguments and errors see `block_config`.
+    """Return our block with copies of the weights of a live block, whose class the table names, in its mode
+    and dtype; for other arguments and errors see `block_config`.
     """
     ffn = build_ffn(block_config(model, config), config_width(config))
     theirs = block.state_dict()
@@ -89,15 +88,8 @@ def convert_tensors(
     *,
     gradients: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the tensors of a block of transformers by our names, with the shapes and dtypes of `ours`.
-
-    Args:
-        theirs: weights of their block, or gradients of the weights, by their names.
-        ours: weights of our block by name; only shapes and dtypes are used.
-        gradients: True if `theirs` are gradients, possibly of only some weights.
-
-    Raises:
-        ConfigError: one of our tensors, or of theirs, has no counterpart.
+    """Return the tensors of a block of transformers by our names, with the shapes and dtypes of `ours`. With
+    `gradients`, `theirs` are gradients, perhaps of few weights. ConfigError if a tensor has no counterpart.
     """
     converted: dict[str, Tensor] = {}
     used: set[str] = set()

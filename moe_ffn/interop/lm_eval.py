@@ -31,19 +31,11 @@ MAX_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """A causal decoder and its tokenizer as a model of lm-eval.
-
-    An end-of-document token precedes each text, as in training.
-    """
+    """A causal decoder and its tokenizer as a model of lm-eval; an end of document precedes each text."""
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int = 16) -> None:
-        """
-        Args:
-            decoder: a decoder in evaluation mode, on the device to use.
-            batch_size: number of requests in a batch; they share the experts' capacity.
-
-        Raises:
-            ConfigError: the decoder is not causal.
+        """Take a decoder in evaluation mode, on its device, and the number of requests in a batch, which
+        share the experts' capacity; ConfigError unless it is causal.
         """
         super().__init__()
         if not decoder.config.causal:
@@ -152,17 +144,10 @@ class HarnessModel(TemplateLM):
 
 
 def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Measure a model on tasks of lm-eval.
-
-    Args:
-        tasks: folders of task files, and names of tasks, groups and tags in these folders or in lm-eval.
-            Without a name, all tasks of the folders run. This also runs the code that a task file names.
-
-    Returns:
-        task -> `acc`, `word_perplexity` and so on, with the standard error of each as `..._stderr` if known.
-
-    Raises:
-        ConfigError: a task is unknown, or cannot be loaded, for example without a network.
+    """Measure a model on tasks of lm-eval: folders of task files, or names in these folders or in lm-eval;
+    without a name, all tasks of the folders. This also runs the code that a task file names. Return task ->
+    `acc`, `word_perplexity` and so on, and known standard errors as `..._stderr`; ConfigError for unknown
+    tasks or if they cannot be loaded.
     """
     folders = [task for task in tasks if Path(task).is_dir()]
     manager = TaskManager(include_path=[*folders], include_defaults=False)

@@ -11,18 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ffn.config.errors import ConfigError, first_line, show
+from moe_ffn.config.errors import ConfigError, first_line, import_optional, show
 from moe_ffn.data.tokenizer import bytes_of_token
 from moe_ffn.files import kind_of, read_object
 from moe_ffn.interop.routings import routing_modules, watch
-from moe_ffn.interop.transformers import NOT_INSTALLED
+from moe_ffn.interop.transformers import NEED_TRANSFORMERS
 from moe_ffn.outputs import Routing
-from moe_ffn.weights.pretrained import (
-    MODEL_CONFIG_FILE,
-    TOKENIZER_FILE,
-    no_tokenizer,
-    weight_files,
-)
+from moe_ffn.weights.pretrained import MODEL_CONFIG_FILE, TOKENIZER_FILE, no_tokenizer, weight_files
 
 
 @dataclass(frozen=True)
@@ -39,13 +34,9 @@ class RoutedPrompt:
 
 
 def route_text(folder: Path, text: bytes) -> RoutedPrompt:
-    """Run the model in a folder of transformers on a text, as one sequence.
-
-    Only config.json, safetensors and tokenizer.json are read, and no code of the folder runs.
-
-    Raises:
-        ConfigError: transformers is not installed; the folder is incomplete or damaged, or its weights are
-            pickles; the architecture is unknown or has no router; or the text is too long or not UTF-8.
+    """Run the model in a folder of transformers on a text, as one sequence; no code of the folder runs.
+    ConfigError without transformers or a router, for a damaged folder, pickles, or a text too long or not
+    UTF-8.
     """
     model = load_hf_model(folder)
     try:
@@ -107,11 +98,7 @@ def require_known_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None
 
 
 def load_hf_model(folder: Path, **options: Any) -> Any:
-    """Load a language model in evaluation mode; for arguments see `load_with_info`.
-
-    Raises:
-        ConfigError: see `route_text`.
-    """
+    """Load a language model in evaluation mode; see `load_with_info`, and for errors `route_text`."""
     model, info = load_with_info(folder, **options)
     if missing := sorted(info["missing_keys"]):  # transformers initialises them at random
         raise ConfigError(
@@ -129,19 +116,11 @@ def max_length_of(model: Any) -> int | None:
 def load_with_info(
     folder: Path, *, accepts_encoder: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a language model, from only config.json and safetensors, and lists of wrong weights.
-
-    Args:
-        accepts_encoder: also load an encoder with a decoder.
-        options: further arguments of `from_pretrained`.
-
-    Returns:
-        The model, and the `output_loading_info` of transformers, such as `missing_keys`.
-
-    Raises:
-        ConfigError: see `route_text`; missing weights raise nothing.
+    """Return a language model, read from config.json and safetensors only, and transformers'
+    `output_loading_info`, such as `missing_keys`; for errors see `route_text`, but missing weights raise
+    nothing. `options` go to `from_pretrained`; `accepts_encoder` also loads an encoder with a decoder.
     """
-    transformers = import_transformers()
+    transformers = import_optional("transformers", NEED_TRANSFORMERS)
     config = read_object(folder / MODEL_CONFIG_FILE) or {}
     has_encoder = accepts_encoder and config.get("is_encoder_decoder")
     kind: Any = (
@@ -172,19 +151,11 @@ def load_hf_tokenizer(folder: Path) -> tuple[Any, bool]:
     if kind_of(path) is None:
         raise no_tokenizer(folder)
     try:
-        tokenizer = import_transformers().PreTrainedTokenizerFast(tokenizer_file=str(path))
+        transformers = import_optional("transformers", NEED_TRANSFORMERS)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # `tokenizers` raises nothing more precise
         raise ConfigError(f"'{path}' cannot be read ({first_line(error)})") from error
     return tokenizer, "'ByteLevel'" in str((read_object(path) or {}).get("decoder"))
-
-
-def import_transformers() -> Any:
-    """Import transformers, or raise ConfigError if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(NOT_INSTALLED) from error
-    return transformers
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -215,16 +186,12 @@ def base_of_adapter(folder: Path) -> str | None:
 def load_adapter(
     folder: Path, base: Any, base_folder: Path, *, is_trainable: bool = False
 ) -> AdaptedModel:
-    """Put the adapter in a folder onto a model, which was loaded from `base_folder`.
-
-    Raises:
-        ConfigError: peft is not installed, the weights are not safetensors, or a shape does not fit.
+    """Put the adapter in a folder onto a model from `base_folder`; ConfigError without peft or safetensors,
+    or if a shape does not fit.
     """
-    try:
-        import peft
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ConfigError("an adapter needs peft: pip install peft") from error
+    peft = import_optional("peft", "an adapter needs peft")
+    from safetensors import safe_open  # peft brings it
+
     path = folder / ADAPTER_WEIGHTS
     if kind_of(path) is None:
         raise ConfigError(f"'{folder}' has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_ffn.config.errors import ConfigError, first_line, nearest_or_all
+from moe_ffn.config.errors import ConfigError, first_line, import_optional, nearest_or_all
 from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock
 from moe_ffn.interop.routings import (
     call_arguments,
@@ -153,9 +153,8 @@ class _Replay:
 
 
 class _GivenChoice(TorchFunctionMode):
-    """Replaces the result of `topk` over the experts, or of `max`, by the given experts and their scores.
-
-    Phi-MoE takes the maximum twice, and masks the first expert by `scatter` in between.
+    """Replaces the result of `topk` over the experts by the given ones and their scores, and that of `max`,
+    which Phi-MoE takes twice, masking the first expert by `scatter` in between.
     """
 
     def __init__(self, given: Any, num_experts: int) -> None:
@@ -313,11 +312,8 @@ def _cached_lengths(cache: Any, arguments: Mapping[str, Any], tokens: Tensor) ->
 
 
 def _of_pass(name: str, record: Tensor, tokens: Tensor, starts_B: list[int] | None) -> Tensor:
-    """Return the given experts (T, K) of a pass, -1 where nothing is given.
-
-    Args:
-        tokens: (B, S) or (B, S, D).
-        starts_B: number of cached tokens of each row; None without a cache.
+    """Return the given experts (T, K) of a pass over `tokens`, (B, S) or (B, S, D); -1 where nothing is
+    given. `starts_B` counts the cached tokens of each row; None without a cache.
     """
     batch, length = tokens.shape[:2]
     total, k = record.shape[:-1].numel(), record.shape[-1]
@@ -418,10 +414,7 @@ def read_experts(path: str | Path, attention_mask: Any = None) -> Tensor:
 
 
 def _read_arrays(path: Path) -> dict[str, Any]:
-    try:
-        import numpy as np
-    except ImportError as error:
-        raise ConfigError("numpy is not installed: pip install numpy") from error
+    np = import_optional("numpy", "numpy is not installed")
     try:
         with path.open("rb") as file:
             loaded: Any = np.load(file, allow_pickle=False)

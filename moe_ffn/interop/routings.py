@@ -55,11 +55,8 @@ def watch(model: nn.Module) -> Iterator[Passes]:
 
 
 class Watcher:
-    """Hooks that record the routings of each forward pass.
-
-    Args:
-        hooks: removes the hooks when it closes.
-        receive: called after each forward pass with a function that computes the routings of its layers.
+    """Hooks, removed when `hooks` closes, that record the routings of each forward pass. After it, `receive`
+    gets a function that computes the routings of its layers.
     """
 
     def __init__(
@@ -174,11 +171,7 @@ class Watcher:
 
 
 def routing_modules(model: nn.Module) -> dict[str, str]:
-    """Find the modules to watch, which are experts of transformers or our blocks: layer name -> module path.
-
-    Raises:
-        ConfigError: the model has no such module, or a layer has two.
-    """
+    """Find our blocks and transformers' experts: layer name -> path; ConfigError for none, or two a layer."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         # Skip blocks inside our blocks: a shared expert, or the block of a mixture of depths.

@@ -177,10 +177,8 @@ def _difference(expected: Tensor, found: Tensor) -> float:
 
 
 def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FFNBlock, Tensor]:
-    """Return the config of an FFN, our block with copies of its weights on the CPU, and its up matrix.
-
-    Raises:
-        ConfigError: none of our blocks computes the same as the FFN.
+    """Return our config of an FFN, our block with its weights on the CPU, and its up matrix; ConfigError if
+    no block computes the same.
     """
     matrices = _matrices(ffn)
     assert matrices is not None
@@ -220,11 +218,7 @@ def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FF
 def _complete_from(
     own: DenseConfig | GatedConfig, target: DenseConfig | GatedConfig, where: str
 ) -> DenseConfig | GatedConfig:
-    """Return `target` with missing options taken from the FFN.
-
-    Raises:
-        ConfigError: a given option differs from the FFN, so that the weights do not fit.
-    """
+    """Return `target` with missing options of the FFN; ConfigError if one does not fit its weights."""
     given = {name: getattr(target, name) for name in {"type", *target.model_fields_set}}
     for name, value in own.to_dict().items():
         if name in given and name not in _FREE and given[name] != value:

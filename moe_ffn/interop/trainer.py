@@ -101,9 +101,7 @@ class RoutingCallback(TrainerCallback):
 
     # -- hooks
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._trainer = trainer = _trainer_of_event()
         train = trainer.train
 
@@ -115,12 +113,7 @@ class RoutingCallback(TrainerCallback):
         trainer.train = train_then_remove_hooks
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any
     ) -> None:
         if self._trainer is None:
             raise ConfigError(
@@ -155,46 +148,31 @@ class RoutingCallback(TrainerCallback):
 
     # -- rows
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         step = state.global_step + 1
         self._ends_row = step % self._every == 0 or step == state.max_steps
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._ends_row:
             self._end_row(state, control)
         if self._ends_row or control.should_save:
             self._save(state)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._save(state)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.global_step > self._last_row_step:  # stopped early, between two rows
             self._end_row(state, control)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._evaluated:
             with torch.no_grad():
                 self._evaluation.update(self._evaluated)
             self._evaluated = {}
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         # The Trainer has a prefix for each evaluation set: `eval_code_runtime`.
         prefixes = (
@@ -203,12 +181,7 @@ class RoutingCallback(TrainerCallback):
         self._log(self._evaluation.close(), next(prefixes, "eval_"), control)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
     ) -> None:
         if logs is not None and "loss" in logs:
             self._check(state, int(state.logging_steps), logs["loss"], {})

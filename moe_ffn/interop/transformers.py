@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import import_optional
 from moe_ffn.ffn.dispatch import plan_of_pairs
 from moe_ffn.interop.routings import is_experts, layer_of
 from moe_ffn.kernels.activations import (
@@ -34,7 +34,7 @@ from moe_ffn.model.decoder import layer_name
 
 log = logging.getLogger(__name__)
 
-NOT_INSTALLED = "transformers 5 or newer is not installed: pip install transformers"
+NEED_TRANSFORMERS = "transformers 5 or newer is not installed"
 
 NAME = "moe_ffn"
 """The name of our kernels among transformers' implementations of experts."""
@@ -53,11 +53,8 @@ def register() -> None:
     Raises:
         ConfigError: transformers is not installed.
     """
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:
-        raise ConfigError(NOT_INSTALLED) from error
-    ALL_EXPERTS_FUNCTIONS.register(NAME, run)
+    moe = import_optional("transformers.integrations.moe", NEED_TRANSFORMERS)
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, run)
 
 
 _OWN_EXPERTS = re.compile("(Experts|MoE|Moe|MoA)$")
@@ -102,15 +99,9 @@ def run(
     weights_TK: Tensor,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the output, (T, D), of an experts module of transformers.
-
-    Args:
-        experts: a module whose class is decorated by `use_experts_implementation`.
-        expert_ids_TK: experts of each token; ids >= E, from expert parallelism, are not computed.
-        backend: one of ours, or `auto`.
-
-    Raises:
-        NotImplementedError: our kernels do not compute this class of experts; the message has the reason.
+    """Return the output, (T, D), of an experts module of transformers, whose class is decorated by
+    `use_experts_implementation`. Ids >= E, from expert parallelism, are not computed. NotImplementedError,
+    with the reason, if our kernels do not compute this class.
     """
     num_tokens, k = expert_ids_TK.shape
     num_experts = int(experts.num_experts)
@@ -125,11 +116,7 @@ def run(
 
 
 def weights_of(experts: Any) -> ExpertWeights:
-    """Return the weights of an experts module, as views if possible.
-
-    Raises:
-        NotImplementedError: see `run`.
-    """
+    """Return the weights of an experts module, as views if possible; for errors see `run`."""
     if experts.has_post_expert_norm:
         raise _unsupported(experts, "a norm after each expert")
     gated, has_bias = bool(experts.has_gate), bool(experts.has_bias)

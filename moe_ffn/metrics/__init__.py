@@ -7,7 +7,7 @@ The functions need only torch. The classes accumulate over batches and ranks, an
 
 from typing import TYPE_CHECKING
 
-from moe_ffn.config.lazy import lazy_names
+from moe_ffn.config import lazy_names
 from moe_ffn.metrics.baselines import ngram_loss, unigram_loss
 from moe_ffn.metrics.functional import (
     chosen_experts,

@@ -99,10 +99,7 @@ def ngram_loss(
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
-    """Return the discounts of the counts 0, 1, 2 and of 3 or more.
-
-    A discount without an estimate, because too few grams occur so often, is half the count.
-    """
+    """Return the discounts of counts 0, 1, 2 and more; half the count if too few grams occur so often."""
     n1, n2, n3, n4 = (float((counts == count).sum()) for count in range(1, 5))
     estimates = np.array([0.0, 0.5, 1.0, 1.5])
     if n1 and n2 and n3:

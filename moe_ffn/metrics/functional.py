@@ -101,22 +101,12 @@ def top1_margin(scores_TE: Tensor) -> Tensor:
 def logit_max(routing: Routing) -> Tensor:
     """Return the largest finite |logit| of a real token, a scalar; `nonfinite_tokens` counts other tokens."""
     if isinstance(routing, PairsOnlyRouting):
-        magnitudes_N = routing.logits_N.abs()
-        counted_N = magnitudes_N.isfinite() & routing.active_N
-        return (
-            torch.where(counted_N, magnitudes_N, 0).max()
-            if len(magnitudes_N)
-            else magnitudes_N.sum()
-        )
-    magnitudes_TE = routing.require("logits_TE", "logit_max").abs()
-    ignored_TE = ~magnitudes_TE.isfinite()
-    if routing.mask_T is not None:
-        ignored_TE = ignored_TE | ~routing.mask_T.unsqueeze(-1)
-    return (
-        magnitudes_TE.masked_fill(ignored_TE, 0).flatten().max()
-        if magnitudes_TE.numel()
-        else magnitudes_TE.sum()
-    )
+        magnitudes, counted = routing.logits_N.abs(), routing.active_N
+    else:
+        magnitudes = routing.require("logits_TE", "logit_max").abs()
+        counted = torch.tensor(True) if routing.mask_T is None else routing.mask_T.unsqueeze(-1)
+    magnitudes = torch.where(magnitudes.isfinite() & counted, magnitudes, 0).flatten()
+    return magnitudes.max() if len(magnitudes) else magnitudes.sum()
 
 
 @takes_routing

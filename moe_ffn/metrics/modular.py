@@ -42,11 +42,8 @@ class _RoutingMetrics(Metric):
         shared_share: Tensor | None = None,
         expert_capacity: Tensor | None = None,
     ) -> None:
-        """Add a batch.
-
-        Args:
-            shared_share: entry of the layer in `FFNOutput.shared_shares`; None without a shared expert.
-            expert_capacity: maximum pairs of an expert, `CapacityConfig.expert_capacity`; None if unlimited.
+        """Add a batch: its routing, its entry in `FFNOutput.shared_shares`, if any, and the maximum pairs of
+        an expert, if limited (`CapacityConfig.expert_capacity`).
         """
         name = type(self).__name__
         check_routing(routing, f"{name}.update")
@@ -135,12 +132,7 @@ class LanguageMetrics(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), "sum")
 
     def update(self, nats: Tensor, num_bytes: Tensor) -> None:
-        """Add one batch.
-
-        Args:
-            nats: cross-entropy of each predicted token, any shape.
-            num_bytes: bytes of text of each predicted token, same shape.
-        """
+        """Add the cross-entropy of each predicted token, any shape, and its bytes of text, same shape."""
         if nats.shape != num_bytes.shape:
             raise ValueError(
                 f"num_bytes must have the shape of nats, {tuple(nats.shape)}, but has "
@@ -156,10 +148,7 @@ class LanguageMetrics(Metric):
 
     @property
     def loss_so_far(self) -> Tensor:
-        """Loss of this rank since the last reset, nats per token; nan before the first batch.
-
-        Does not wait for other ranks.
-        """
+        """Loss of this rank alone since the last reset, nats per token; nan before the first batch."""
         return (self.nats / self.num_tokens).float()
 
     def compute(self) -> dict[str, Tensor]:

@@ -53,15 +53,10 @@ def heat_figure(
     height: int | None = None,
     **trace_options: Any,
 ) -> go.Figure:
-    """Return a heat map whose first row is on top.
-
-    Args:
-        x: steps, or expert numbers as a range.
-        y: number or name of each row.
-        bar: options of the colour bar, with a text as title.
-        hover: text of a cell, as plotly's `hovertemplate`.
-        height: pixels without the title; None derives it from the number of rows.
-        trace_options: more options of `go.Heatmap`.
+    """Return a heat map whose first row is on top. `x` are steps, or expert numbers as a range, `y` numbers
+    or names of rows. `bar` are the colour bar's options, with a text as title, `hover` the text of a cell, as
+    plotly's `hovertemplate`. `height` is in pixels without the title, by default from the number of rows;
+    further options are those of `go.Heatmap`.
     """
     # The bar is above the plot, so that the plot has the full width of a phone.
     top_bar = {
@@ -111,9 +106,8 @@ def label(text: str) -> str:
 
 
 def figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str) -> go.Figure:
-    """Return a figure; `layout.meta` holds the title and note as plain text.
-
-    The constructor validates the figure once; `update_` methods would take a hundred times as long.
+    """Return a figure; `layout.meta` holds title and note. The constructor validates once; `update_` methods
+    would take a hundred times as long.
     """
     margin = {**layout["margin"], "t": layout["margin"]["t"] + TITLE_HEIGHT}
     own = {

@@ -514,11 +514,7 @@ def result_columns() -> list[Metric]:
 
 
 def measured_in(*measured: Measured, is_pairs_only: bool = False) -> list[Metric]:
-    """Return the layer metrics that cover these batches; their `measure` is the computation to use.
-
-    Args:
-        is_pairs_only: for a `PairsOnlyRouting`, see `Routing.is_pairs_only`.
-    """
+    """Return the layer metrics that cover these batches, with the `measure` of the kind of routing."""
     metrics = [metric for metric in LAYER_METRICS.values() if metric.measured in measured]
     if is_pairs_only:
         metrics = [replace(metric, measure=metric.pairs_only_measure) for metric in metrics]

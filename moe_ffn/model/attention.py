@@ -106,11 +106,7 @@ class AttentionConfig(Config, frozen=True):
     def build(
         self, d_model: int, causal: bool, norm: NormConfig, window: int | None = None
     ) -> nn.Module:
-        """Return a newly initialised module.
-
-        Args:
-            window: the window of its layer; `DecoderConfig.layer_windows` reads `window_at`.
-        """
+        """Return a new module with its layer's window, which `layer_windows` reads from `window_at`."""
         if self.latent is not None:
             return LatentAttention(self, self.latent, d_model, causal, norm, window)
         kind = SinkAttention if self.sinks else SelfAttention
@@ -248,8 +244,7 @@ class _Attention(nn.Module):
 
     def _mask(self, x_BSD: Tensor, mask_BS: Tensor | None) -> Tensor | None:
         """Return True where a token may attend, bool (B or 1, 1, S, S); None for all (earlier) tokens.
-
-        Every token may attend to itself, since the softmax of a padding token's row would otherwise be NaN.
+        Padding attends to itself, since the softmax of its row would otherwise be NaN.
         """
         length = x_BSD.shape[1]
         has_window = self.window is not None and self.window < length
@@ -265,9 +260,8 @@ class _Attention(nn.Module):
 
 
 def _is_compiled(*heads: Tensor) -> bool:
-    """Return True if the C++ kernel trains attention on these queries, keys and values.
-
-    Without gradients torch computes attention, because oneDNN compiles code for each new sequence length.
+    """Return True if the C++ kernel trains attention on these heads. Without gradients torch computes it,
+    because oneDNN compiles code for each new sequence length.
     """
     return (
         needs_gradient(*heads)
@@ -329,12 +323,9 @@ class SelfAttention(_Attention):
         mask_BS: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Return the attention output of each token, (B, S, D).
-
-        Args:
-            positions: encoding that rotates queries and keys, if it is rotary.
-            mask_BS: True for real tokens, which do not attend to padding; a padding token attends to itself.
-            cache: keys and values of earlier tokens; the new keys and values are appended.
+        """Return the attention output of each token, (B, S, D). Real tokens (`mask_BS`) do not attend to
+        padding, which attends to itself; `cache` holds keys and values of earlier tokens and gets the new
+        ones.
         """
         query = self._heads(self.query(x_BSD), self.num_heads, self.query_norm)
         key = self._heads(self.key(x_BSD), self.num_kv_heads, self.key_norm)
@@ -388,9 +379,8 @@ class SinkAttention(SelfAttention):
     def _with_sink(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Append a key whose score with every query is the sink's logit, and whose value is zero.
-
-        In the units that queries get for this, all other keys are zero.
+        """Append a key with value zero, whose score with every query is the sink's logit: queries get units
+        for it, which are zero in all other keys.
         """
         units = (self.sink_H / (SINK_UNITS * scale)).to(query.dtype)[:, None, None]
         query = torch.cat([query, units.expand(*query.shape[:3], SINK_UNITS)], dim=-1)
@@ -456,20 +446,11 @@ class LatentAttention(_Attention):
         return self.output(self._attend(query, key, value, self._mask(x_BSD, mask_BS), scale))
 
     def _attend_latents(
-        self,
-        plain: Tensor,
-        rotated: Tensor,
-        cached: Tensor,
-        attn_mask: Tensor | None,
-        scale: float,
+        self, plain: Tensor, rotated: Tensor, cached: Tensor, attn_mask: Tensor | None, scale: float
     ) -> Tensor:
-        """Return the attention of new tokens, (B, S, H d), without projecting cached latent vectors c.
-
-        q . (K c) = (K^T q) . c, and sum(V c) = V sum(c), so both matrices multiply only vectors of new tokens
-        ("absorbed", section 2.1.2).
-
-        Args:
-            cached: latent vector of each token and its rotated key, (B, 1, L, kv_rank + rotated_dim).
+        """Return the attention of new tokens, (B, S, H d), without projecting the cached latent vectors c,
+        (B, 1, L, kv_rank + rotated_dim) with their rotated keys. q . (K c) = (K^T q) . c, and sum(V c) = V
+        sum(c), so both matrices multiply only vectors of new tokens ("absorbed", section 2.1.2).
         """
         up_HdR = rearrange(self.kv_up.weight, "(h d) r -> h d r", h=self.num_heads)
         key_HdR, value_HdR = up_HdR.tensor_split([self.head_dim], dim=1)

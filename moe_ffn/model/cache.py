@@ -109,10 +109,8 @@ class KVCache:
         self._counts = [0] * batch_size
 
     def begin(self, token_ids: Tensor, mask: Tensor | None) -> NewTokens:
-        """Start a forward pass over new tokens (B, S); call `end` after all layers have cached them.
-
-        Raises:
-            ValueError: the tokens do not fit into the cache, or padding comes before a real token.
+        """Start a forward pass over new tokens (B, S); `end` follows after all layers have cached them.
+        ValueError if the tokens do not fit, or padding comes before a real token.
         """
         num_rows, num_new = token_ids.shape
         if num_rows != len(self.lengths):

@@ -134,13 +134,8 @@ class DecoderConfig(Config, frozen=True):
     def with_solved_widths(
         self, seq_len: int, prefix: str = ""
     ) -> tuple[DecoderConfig, tuple[WidthMatch, ...]]:
-        """Return the config with a number for each `d_ff: {match: ..., of: ...}`, and the solved matches.
-
-        Args:
-            prefix: prefix of paths in messages, such as `model.`.
-
-        Raises:
-            ConfigError: a width cannot be solved; see `solve_widths`.
+        """Return the config with a number for each `d_ff: {match: ..., of: ...}`, and the matches.
+        ConfigError, whose paths begin with `prefix`, if a width cannot be solved.
         """
         blocks = {"ffn": self.ffn} | {f"ffn_at.{key}": ffn for key, ffn in self.ffn_at.items()}
         solved = {
@@ -162,14 +157,8 @@ class DecoderConfig(Config, frozen=True):
         return routers
 
     def with_k(self, k_at: Mapping[str, int], option: str = "k_at") -> DecoderConfig:
-        """Return the config for evaluation with other numbers of experts per token.
-
-        Args:
-            k_at: k by layers, as in `ffn_at`: {":": 4, "0": 1}; the last match wins.
-            option: name of `k_at` in messages.
-
-        Raises:
-            ValueError: k exceeds the experts, or no router of the layers chooses k experts by score.
+        """Return the config for evaluation with k by layers, as in `ffn_at`: {":": 4, "0": 1}. Raise
+        ValueError, which names `option`, if k exceeds the experts or no router there has a k.
         """
         ffns = self.layer_ffns()
         for layers, k in k_at.items():
@@ -209,19 +198,11 @@ class DecoderConfig(Config, frozen=True):
         max_seq_len: int,
         on_layer: Callable[[DecoderLayer], None] | None = None,
     ) -> Decoder:
-        """Return a newly initialised module for sequences of up to `max_seq_len` tokens.
-
-        Args:
-            on_layer: called with each layer before the next one is built.
-        """
+        """Return a new module for up to `max_seq_len` tokens; `on_layer` gets each layer once built."""
         return Decoder(self, vocab_size, max_seq_len, on_layer)
 
     def build_empty(self, vocab_size: int, max_seq_len: int) -> Decoder:
-        """Return the module on torch's meta device, whose tensors have shapes but no values.
-
-        Raises:
-            ConfigError: a part reads values of a tensor while it is built; the message names the line.
-        """
+        """Return the module on the meta device; ConfigError names a line that reads values when built."""
         try:
             with torch.device("meta"):
                 return self.build(vocab_size, max_seq_len)
@@ -304,11 +285,7 @@ def short_name(name: str) -> str:
 
 
 def parse_slice(text: str, option: str) -> slice:
-    """Parse `"1::2"` as a slice; `"3"` is a slice of one layer.
-
-    Args:
-        option: path of the option in messages.
-    """
+    """Parse `"1::2"` as a slice, and `"3"` as a slice of one layer; a ValueError names `option`."""
     try:
         numbers = [int(part) if part.strip() else None for part in text.split(":")]
     except ValueError:
@@ -332,10 +309,8 @@ def _rescale(module: nn.Module, scales: Mapping[str, ParameterScale], prefix: st
 
 
 def _build_with_own_seed(ffn: FFNConfig, d_model: int) -> FFNBlock:
-    """Build a block whose weights are drawn from a separate random generator.
-
-    However many numbers the block draws, the rest of the model gets the same initial weights. Two models with
-    the same seed therefore differ only in their feed-forward blocks.
+    """Build a block from a separate random generator, so that two models with the same seed differ only in
+    their feed-forward blocks, however many numbers these draw.
     """
     seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     with torch.random.fork_rng(devices=[]):
@@ -508,13 +483,8 @@ class Decoder(nn.Module):
         return DecoderOutput(self.unembedding(self.final_norm(x)), routings, shared_shares)
 
     def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
-        """Return an empty KV cache for `forward`.
-
-        Args:
-            capacity: maximum number of tokens of a sequence; by default and at most `max_seq_len`.
-
-        Raises:
-            ValueError: the model does not support a cache; see `DecoderConfig.unsupported`.
+        """Return an empty KV cache for `forward` of at most `capacity` tokens, by default `max_seq_len`;
+        ValueError if the model supports none (`DecoderConfig.unsupported`).
         """
         if unsupported := self.config.unsupported(UseCase(cached=True)):
             raise ValueError(f"the model takes no cache: {unsupported}, or leave the cache out")
@@ -531,10 +501,7 @@ class Decoder(nn.Module):
         return capacities
 
     def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
-        """Return routing name -> experts of each token, int64 (B, S, K), for `replay`.
-
-        Routers that cannot replay are left out; during a replay they choose again.
-        """
+        """Return routing name -> experts of each token, int64 (B, S, K), if the router can replay."""
         shape = output.logits.shape[:2]
         return {
             name: output.routings[name].expert_ids_N.reshape(*shape, -1)

@@ -29,11 +29,7 @@ class Sampling(Config, frozen=True):
     smallest set of most probable tokens with at least this total probability; None: from all."""
 
     def choose(self, logits_RV: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Sample the next token of each row, int64 (R,).
-
-        Raises:
-            RuntimeError: the largest logit of a row is NaN or infinite.
-        """
+        """Sample the next token of each row, int64 (R,); RuntimeError if its largest logit is not finite."""
         logits_RV = logits_RV.float()
         best_R1, ids_R1 = logits_RV.max(dim=-1, keepdim=True)
         if not best_R1.isfinite().all():
@@ -74,16 +70,10 @@ class Decoding:
         generator: torch.Generator | None = None,
         observe: Callable[[DecoderOutput, int], None] | None = None,
     ) -> None:
-        """
-        Args:
-            prompts: token ids of each prompt, integers (S,), with S from 1 to `max_seq_len`.
-            num_tokens: number of tokens to add to each prompt.
-            sampling: how to choose tokens. At temperature 0 rows are independent; otherwise they share
-                `generator`, so the tokens of a row depend on the other rows.
-            observe: called with every output of the model, and the number of new tokens at the output's end.
-
-        Raises:
-            ValueError: a prompt has another shape, or is longer than `max_seq_len`.
+        """Take prompts, integers (S,) with S from 1 to `max_seq_len`, to which `num_tokens` tokens each are
+        added. At temperature 0 rows are independent; otherwise they share `generator`, so a row depends on
+        the others. `observe` gets every output, and the number of new tokens at its end. ValueError for
+        another shape or length.
         """
         for prompt_ids in prompts:
             _check_prompt(prompt_ids, model.max_seq_len)

@@ -53,12 +53,7 @@ _FFN_PARTS: dict[str, Part] = {
 
 
 def part_of(name: str, owner: nn.Module) -> Part:
-    """Return the part to which a parameter of a decoder belongs.
-
-    Args:
-        name: name of the parameter, such as `layers.0.ffn.experts.down`.
-        owner: module that holds the parameter.
-    """
+    """Return the part of a parameter, such as `layers.0.ffn.experts.down`, which the module `owner` holds."""
     words = [word.removesuffix("_bias") for word in name.split(".")]
     if "Norm" in type(owner).__name__:
         return "norms"
@@ -174,11 +169,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
     it here too."""
 
     def base_model(self, model: DecoderConfig) -> DecoderConfig:
-        """Return the model with the sizes of the base, except for its number of layers.
-
-        Raises:
-            ConfigError: the base is not a valid model.
-        """
+        """Return the model with the base's sizes but its own depth; ConfigError if that is not valid."""
         if "parametrization" in self.base:
             raise ConfigError(
                 "parametrization: cannot be in a base, which lists sizes; leave it out"

@@ -293,9 +293,7 @@ class RotaryEncoding(PositionEncoding):
 
 
 class Rotary(Positions):
-    """Rotates each pair (i, i + r/2) of a head's first r units by the angle position * base^(-2i/r), like
-    Llama.
-    """
+    """Rotates units i and i + r/2 of a head's first r by the angle position * base^(-2i/r), like Llama."""
 
     cos: Tensor
     sin: Tensor

@@ -38,10 +38,7 @@ class RouterConfig(TaggedConfig, frozen=True):
     """True if the router returns a `PairsOnlyRouting`, without (T, E) tables."""
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
-        """Return the reason why this router cannot serve a use case; None if it can.
-
-        By default, `lookahead_reason` excludes causal models, and caches need `is_tokenwise`.
-        """
+        """Return why this router cannot serve a use case; None if it can. See `lookahead_reason`."""
         if self.lookahead_reason and (
             use_case.causal or (use_case.cached and not self.is_tokenwise)
         ):
@@ -80,10 +77,7 @@ class RouterConfig(TaggedConfig, frozen=True):
         """Return the mean number of experts per token, or the maximum if the number depends on the data."""
 
     def pairs_per_token(self, num_experts: int, seq_len: int) -> float:
-        """Return the mean number of experts per token in sequences of `seq_len` tokens.
-
-        It differs from `experts_per_token` only if the router rounds its counts.
-        """
+        """Return the mean experts per token in sequences of `seq_len` tokens; some routers round counts."""
         return self.experts_per_token(num_experts)
 
     @abstractmethod
@@ -216,12 +210,7 @@ class Router(nn.Module, ABC):
         return sequence_length
 
     def expert_rows(self) -> dict[str, Tensor]:
-        """Return the router's parameters and buffers by name; each has one row per expert.
-
-        Raises:
-            ConfigError: a parameter or buffer has another first axis, so experts cannot be pruned, merged or
-                copied.
-        """
+        """Return parameters and buffers with one row per expert; ConfigError if one has no such rows."""
         raise self._no_rows()
 
     def _no_rows(self, where: str = "", fix: str = "") -> ConfigError:
@@ -231,25 +220,14 @@ class Router(nn.Module, ABC):
         )
 
     def begin_step(self, generator: torch.Generator) -> None:
-        """Draw the random numbers that all batches and ranks of an optimizer step share; none by default.
-
-        Training calls this before each batch, with a generator that depends on the seed and the step.
-        """
+        """Draw the random numbers that all batches and ranks of a step share; none by default."""
 
     def observe(self, routing: Routing) -> Tensor | None:
-        """Return a tensor that the trainer sums over the batches of a step for `update`; None if unused.
-
-        Args:
-            routing: output of `forward` for one batch.
-        """
+        """Return a tensor of a batch's routing, which the trainer sums for `update`; None if unused."""
         return None
 
     def update(self, observed: Tensor) -> None:
-        """Update the router's buffers without gradient, once per optimizer step, before the optimizer.
-
-        Args:
-            observed: sum of the tensors from `observe`.
-        """
+        """Update the buffers, without gradient, by the sum from `observe`; the optimizer steps later."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `module.bfloat16()` calls this. Buffers keep their dtype: bfloat16 would lose a bias step of 0.001.
@@ -386,9 +364,8 @@ class RouterLinear(nn.Module):
 
 
 class _Float32Linear(torch.autograd.Function):
-    """`F.linear` in the dtype of the weight, which saves x in its own dtype for backward.
-
-    Autograd would save the converted copy: in bfloat16, a fifth of all saved activations of a layer.
+    """`F.linear` in the dtype of the weight, which saves x in its own dtype for backward: in bfloat16, a
+    converted copy would be a fifth of all saved activations of a layer.
     """
 
     generate_vmap_rule = True
@@ -480,10 +457,7 @@ def routing_of_pairs(
 
 
 def rankable_tokens(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Return bool (T,), True for tokens that may be ranked against each other: real, with finite logits.
-
-    Otherwise padding or a token with NaN could displace other tokens.
-    """
+    """Return bool (T,), True for real tokens with finite logits, which may be ranked together."""
     finite_T = logits_TE.isfinite().all(dim=-1)
     return finite_T if mask_T is None else finite_T & mask_T
 

@@ -72,11 +72,8 @@ class CapacityConfig(Config, frozen=True):
         return None
 
     def expert_capacity(self, routing: Routing, *, training: bool) -> Tensor | None:
-        """Return the capacity of one expert in pairs, int64 scalar; None if dropless.
-
-        Args:
-            routing: routing before or after `apply_to`.
-            training: use `factor`, not `eval_factor`.
+        """Return the capacity of one expert in pairs, int64 scalar, by `factor` in training, else by
+        `eval_factor`; None if dropless.
         """
         if self.per_sequence is not None:
             capacity = self.per_sequence * _num_sequences(routing)
@@ -117,13 +114,9 @@ def capacity_of(routing: Routing, factor: float) -> Tensor:
 def drop_over_capacity(
     routing: Routing, factor: float | None, priority: Priority, *, renormalize: bool = False
 ) -> Routing:
-    """Mark the pairs that exceed each expert's capacity as dropped; see `capacity_of`.
-
-    Args:
-        routing: a routing without dropped pairs.
-        factor: capacity factor; None drops nothing.
-        priority: order in which experts accept pairs, such as `by_position`; see `DROP_POLICIES`.
-        renormalize: scale a token's remaining weights to their sum before dropping.
+    """Mark the pairs that exceed each expert's capacity (`capacity_of`) as dropped; with factor None, none.
+    Experts accept pairs by `priority`, such as `by_position`. With `renormalize`, a token's remaining weights
+    keep their sum.
     """
     if factor is None:
         return routing
@@ -153,18 +146,12 @@ def _num_sequences(routing: Routing) -> int:
 
 
 def by_position(routing: Routing) -> Tensor:
-    """Earlier positions first, then earlier sequences, then the router's order of a token's pairs.
-
-    Causal: a later token never displaces an earlier token of any sequence in the batch.
-    """
+    """Earlier positions, then earlier sequences first. Causal: no later token displaces an earlier one."""
     return routing.token_indices_N % max(routing.sequence_length, 1)
 
 
 def by_probability(routing: Routing) -> Tensor:
-    """Larger weights first, as in batch-prioritised routing (Riquelme et al. 2021, V-MoE).
-
-    Not causal: a later token with a larger weight displaces an earlier token.
-    """
+    """Larger weights first, as in batch-prioritised routing (Riquelme et al. 2021, V-MoE). Not causal."""
     return -routing.weights_N.detach().nan_to_num(nan=-torch.inf)
 
 

@@ -65,10 +65,8 @@ class ElasticTopKRouterConfig(TopKOptionsConfig, frozen=True):
 
 
 class ElasticTopKRouter(BaseTopKRouter):
-    """p = softmax(W x); in training the k_l experts with the largest p, k_l ~ U[k_min, k_max].
-
-    In training the router lists k_max experts, so that shapes do not depend on k_l. In evaluation it is
-    `top_k` with k experts.
+    """p = softmax(W x); in training the k_l experts with the largest p, k_l ~ U[k_min, k_max], of k_max
+    listed ones for constant shapes; in evaluation `top_k`.
     """
 
     replays: ClassVar[bool] = False

@@ -93,9 +93,8 @@ class ExpertThresholdRouter(LinearRouter):
         )
 
     def observe(self, routing: Routing) -> Tensor:
-        """Return float64 (E + 1,): the batch's thresholds times its number of tokens, then this number.
-
-        The sum over batches thus gives their mean threshold, weighted by tokens.
+        """Return the batch's thresholds times its number of tokens, then this number, float64 (E + 1,). The
+        sum over batches thus gives their mean threshold, weighted by tokens.
         """
         logits_TE = routing.require("logits_TE", "router.type 'expert_threshold'").detach()
         rankable_T = rankable_tokens(logits_TE, routing.mask_T)

@@ -47,12 +47,8 @@ class HashRouter(Router):
         self.num_experts = num_experts
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        """Return scores 1/k for chosen experts and logits 0, or NaN for tokens with NaN or infinity.
-
-        The metric `nonfinite_tokens` counts such logits.
-
-        Raises:
-            ValueError: the context has no token ids.
+        """Return scores 1/k for chosen experts, and logits 0, or NaN for tokens with NaN or infinity, which
+        the metric `nonfinite_tokens` counts; ValueError if the context has no token ids.
         """
         if context.token_ids is None:
             raise ValueError(

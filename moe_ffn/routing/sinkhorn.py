@@ -68,16 +68,9 @@ class SinkhornRouter(LinearRouter):
 def sinkhorn(
     logits_TE: Tensor, counted_T: Tensor, tolerance: float = 1e-4, max_iterations: int = 100
 ) -> Tensor:
-    """Scale the rows and columns of exp(logits) to equal sums, and return the logarithm.
-
-    The result is exact up to a constant per row, which does not change the order within a row. Logarithms
-    avoid overflow with large logits.
-
-    Args:
-        logits_TE: the router's logits; the result is float32, or float64 for float64 logits.
-        counted_T: False for tokens to leave out, such as padding; their rows are returned unchanged.
-        tolerance: stop if no column's factor changes by more than this fraction.
-        max_iterations: maximum number of iterations.
+    """Scale rows and columns of exp(logits) to equal sums, without tokens not counted; return the logarithm,
+    float32 or wider. It is exact up to a constant per row, which keeps the order in a row; logarithms avoid
+    overflow. Stop if no column's factor changes by more than `tolerance`, a fraction.
     """
     # A bfloat16 sum over a few hundred tokens has an error above the tolerance.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

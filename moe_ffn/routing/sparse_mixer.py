@@ -55,12 +55,7 @@ class SparseMixerRouter(LinearRouter):
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
     def pick(self, logits_TE: Tensor, remaining_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight and the id of the next expert, (T, 1) each.
-
-        Args:
-            logits_TE: the router's logits.
-            remaining_TE: the logits, with -inf for experts that were picked before.
-        """
+        """Return the next expert's weight and id, (T, 1) each; earlier picks are -inf in `remaining_TE`."""
         with torch.no_grad():
             largest_T1, best_T1 = remaining_TE.max(dim=-1, keepdim=True)
             distance_TE = (largest_T1 - logits_TE) / logits_TE.abs().maximum(largest_T1)

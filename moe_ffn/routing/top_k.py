@@ -288,10 +288,7 @@ class BaseTopKRouter(LinearRouter):
 
 
 class TopKRouter(BaseTopKRouter):
-    """p = softmax(W x); the k experts with the largest p are chosen, with weights p.
-
-    With `softmax: after`, the weights are the softmax of the k chosen logits.
-    """
+    """p = softmax(W x) weights the k experts with the largest p; `softmax: after`, of their logits only."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
@@ -314,11 +311,7 @@ class SigmoidTopKRouter(BaseTopKRouter):
 
 
 def _ids_without_padding(context: TokenContext) -> Tensor:
-    """Return the token ids, int64 (T,), with 0 for padding, whose ids may be out of range.
-
-    Raises:
-        ValueError: the context has no token ids.
-    """
+    """Return token ids, int64 (T,), 0 for padding, whose ids may be out of range; ValueError without."""
     if context.token_ids is None:
         raise ValueError(
             "router.token_table routes by token id: call the block with TokenContext(token_ids=...)"
@@ -328,10 +321,8 @@ def _ids_without_padding(context: TokenContext) -> Tensor:
 
 
 def experts_of_best_groups(ranking_TE: Tensor, groups: GroupsConfig, k: int) -> Tensor:
-    """Return bool (T, E), True in the `keep` groups with the highest scores (DeepSeek-V3, section 2.1.2).
-
-    A group's score is the sum over its best experts: two in DeepSeek-V3, torchtitan and Hugging Face,
-    k / keep in Megatron-LM.
+    """Return bool (T, E), True in the `keep` groups with the highest scores (DeepSeek-V3, section 2.1.2). A
+    score sums a group's best experts: two in DeepSeek-V3 and torchtitan, k / keep in Megatron-LM.
     """
     ranking_TGM = rearrange(ranking_TE, "t (g m) -> t g m", g=groups.num_groups)
     best_TGM = ranking_TGM.topk(groups.experts_scored(k), dim=-1).values

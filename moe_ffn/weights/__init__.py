@@ -5,20 +5,18 @@ init_from.py         a run that starts from the weights of a folder or a run
 to_transformers.py, from_transformers.py, families.py, layouts.py, options.py, rewrites.py
                      model folders of transformers
 to_gguf.py           files of llama.cpp
-initialiser.py       a model made from a trained model without training; one file per method:
-                     upcycle.py, carve.py, merge.py, prune.py, mix.py; compared in `docs/howto/initialise.md`
+initialiser.py       a model made from trained models without training: upcycle.py (upcycle, mix), carve.py,
+                     prune.py (prune, merge); compared in `docs/howto/initialise.md`
 """
 
 from typing import TYPE_CHECKING
 
+from moe_ffn.config import lazy_names
 from moe_ffn.config.errors import install
-from moe_ffn.config.lazy import lazy_names
 from moe_ffn.weights.carve import CarveConfig, carve
 from moe_ffn.weights.initialiser import InitialiserConfig
-from moe_ffn.weights.merge import MergeConfig, merge_experts
-from moe_ffn.weights.mix import MixConfig
-from moe_ffn.weights.prune import PruneConfig, prune_experts
-from moe_ffn.weights.upcycle import UpcycleConfig, upcycle
+from moe_ffn.weights.prune import MergeConfig, PruneConfig, merge_experts, prune_experts
+from moe_ffn.weights.upcycle import MixConfig, UpcycleConfig, upcycle
 
 if TYPE_CHECKING:
     from moe_ffn.weights.from_transformers import load_ffn, load_transformers

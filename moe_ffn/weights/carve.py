@@ -75,11 +75,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
         return with_blocks(source, made)
 
     def target(self, config: FFNConfig, d_model: int, layer: int) -> MoEConfig:
-        """Return the config of the carved layer.
-
-        Raises:
-            ConfigError: the block is not a SwiGLU without biases, or its width cannot be divided.
-        """
+        """Return the carved layer's config; ConfigError unless a SwiGLU without biases can be divided."""
         experts = as_experts(config, d_model)
         options = {} if experts is None else experts.to_dict()
         if options.get("type") != "swiglu" or options["bias"]:
@@ -152,13 +148,8 @@ def partition_units(active_TF: Tensor, num_experts: int, num_shared: int) -> Par
 def carve(
     dense: FFNBlock, config: MoEConfig, d_model: int, partition: Partition, generator: Generator
 ) -> FFNBlock:
-    """Make a layer from the units of a SwiGLU block; if all experts are active, it computes the same.
-
-    Args:
-        dense: a block without biases.
-        config: config of the layer: router `neuron_top_k`, and a swiglu block if there is a shared expert.
-        partition: division of the block's units.
-        generator: source of the initial weights, which are then replaced.
+    """Make a layer (router `neuron_top_k`, perhaps a shared swiglu) from the units of a SwiGLU block without
+    biases. If all experts are active, it computes the same. Initial weights, from `generator`, are replaced.
     """
     made = cast("MoEFFN", build_block(config, dense, d_model, generator))
     source, target = networks(dense), networks(made)

@@ -328,11 +328,7 @@ FAMILIES = (
             accept_only("clip_qkv", None),
             constant({"attention.norm_qk": "all"}),
         ),
-        (
-            *ALL_SPARSE,
-            renamed("num_experts", "sparse.num_experts", 1),
-            RENORMALIZE,
-        ),
+        (*ALL_SPARSE, renamed("num_experts", "sparse.num_experts", 1), RENORMALIZE),
         {
             **LLAMA,
             "rms_norm_eps": 1e-5,
@@ -434,22 +430,12 @@ FAMILIES = (
         aliases={"num_local_experts": "num_experts"},
         rewrites={**SEPARATE_OUTPUT, **GATED_SHARED_EXPERT, **QKV_BIASES},
         llama_cpp=LlamaCpp(
-            "qwen2moe",
-            renormalizes=False,
-            has_biases=True,
-            has_head_dim=False,
-            is_same_in_mlx=True,
+            "qwen2moe", renormalizes=False, has_biases=True, has_head_dim=False, is_same_in_mlx=True
         ),
     ),
     Family(
         "dots1",
-        (
-            *SEPARATE,
-            *HEADS,
-            LATER_WINDOWS,
-            BIAS,
-            constant({"attention.norm_qk": "head"}),
-        ),
+        (*SEPARATE, *HEADS, LATER_WINDOWS, BIAS, constant({"attention.norm_qk": "head"})),
         SIGMOID_TOP_K,
         {
             **QWEN_DEFAULTS,

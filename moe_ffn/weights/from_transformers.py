@@ -37,12 +37,7 @@ from moe_ffn.weights.pretrained import (
     weight_files,
 )
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported dtypes of safetensors; quantised weights have others, and their scales are separate tensors."""
 
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
@@ -176,12 +171,7 @@ def _read_tensors(
     expected: Mapping[str, Tensor],
     prefixes: tuple[str, ...] = ("",),
 ) -> dict[str, Tensor]:
-    """Read the tensors of our model.
-
-    Args:
-        expected: our name -> a tensor of the expected shape.
-        prefixes: every tensor of the files whose name has such a prefix must be used.
-    """
+    """Read tensors by our names, shaped as `expected`; all tensors with one of the prefixes must be used."""
     with _open_weights(folder) as slices:
         pieces = {
             name: _stored_form(layout_of(family, name)(value.shape, hf), slices)

@@ -82,13 +82,8 @@ class Source:
 
 
 def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source:
-    """Read the model in a model folder, or the best weights of a run.
-
-    Args:
-        option: as in `Source`.
-
-    Raises:
-        ConfigError: the folder is neither a model folder nor a run, is damaged, or names untrusted code.
+    """Read the model in a model folder, or the best weights of a run, named by `option`. ConfigError if the
+    folder is neither, is damaged, or names untrusted code.
     """
     path = expand_path(folder, option)
     if (kind := kind_of(path)) != "a folder":
@@ -116,11 +111,7 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
 
 
 def model_of_source(folder: str, option: str) -> DecoderConfig:
-    """Return the config of the model that `read_source` would read, without reading its weights.
-
-    Raises:
-        ConfigError: as in `read_source`.
-    """
+    """Return the config of the model that `read_source` would read, without its weights; the same errors."""
     path = expand_path(folder, option)
     try:
         return saved_config(path).model if is_run(path) else read_model_config(path).model
@@ -138,15 +129,8 @@ def sha256_of_weights(decoder: Decoder) -> str:
 
 
 def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights from which a decoder can start, by name, and a report in lines.
-
-    A part whose `type` differs keeps its own initial weights, even if the names are equal.
-
-    Args:
-        decoder: the model to start; only names and shapes of its weights are read.
-
-    Raises:
-        ConfigError: two weights have the same name but different shapes.
+    """Return the weights from which a decoder, whose own are not read, can start, and a report in lines. A
+    part whose `type` differs keeps its initial weights; ConfigError if equal names have different shapes.
     """
     theirs, ours = source.decoder.state_dict(), distinct_tensors(decoder)
     retyped = tuple(_retyped_weights(source.decoder.config, decoder.config))

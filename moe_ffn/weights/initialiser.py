@@ -37,15 +37,8 @@ class InitialiserConfig(TaggedConfig, frozen=True):
     def initialise(
         self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
     ) -> Decoder:
-        """Return a new decoder; the sources are not modified.
-
-        Args:
-            sources: one model in evaluation mode, or several if `takes_several`.
-            ids_BS: tokens of the text, if `needs_text`.
-            generator: source of all random numbers.
-
-        Raises:
-            ConfigError: the method cannot use these models.
+        """Return a new decoder from one in evaluation mode, or several if `takes_several`, and from tokens of
+        the text if `needs_text`; sources are not modified. ConfigError if the method cannot use these models.
         """
 
 
@@ -75,11 +68,7 @@ def prefix_errors(prefix: str = "method.") -> Iterator[None]:
 
 
 def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock]]) -> Decoder:
-    """Return a copy of a decoder with other blocks in some layers.
-
-    Raises:
-        ConfigError: the decoder rejects such a block.
-    """
+    """Return a copy of a decoder with other blocks in some layers; ConfigError if it rejects one."""
     configs = [
         blocks[i][0] if i in blocks else c for i, c in enumerate(decoder.config.layer_ffns())
     ]
@@ -117,11 +106,8 @@ def block_inputs(
 
 
 def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNConfig, MoEFFN]]:
-    """Return (config with fewer experts of the same width, block) of each sparse layer.
-
-    Raises:
-        ConfigError: no layer is sparse, a layer has fewer experts than `num_experts`, or a router does not
-            support so few.
+    """Return (config with fewer experts of the same width, block) of each sparse layer. ConfigError without
+    sparse layers, or if a layer or router does not have or support so few experts.
     """
     resized: dict[int, tuple[FFNConfig, MoEFFN]] = {}
     for layer, (config, block) in enumerate(layer_blocks(decoder)):

@@ -55,11 +55,8 @@ def zero_centered(name: str) -> TensorLayout:
 
 
 def stacked(fused: str, *per_expert: str) -> TensorLayout:
-    """Return the layout of stacked experts, which files store as tensors per expert or as a single tensor.
-
-    Args:
-        fused: name of the single tensor.
-        per_expert: names of the tensors of an expert, gate before up, with `{}` for its number.
+    """Return the layout of stacked experts, stored as `fused` or as tensors per expert. Their names, gate
+    before up, have `{}` for its number.
     """
 
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
@@ -94,11 +91,7 @@ def rows_of(name: str, index: int = 0) -> TensorLayout:
 
 
 def interleaved(name: str, is_transposed: bool) -> TensorLayout:
-    """Return the layout of gate and up with alternating columns, as in GPT-OSS.
-
-    Args:
-        is_transposed: True for matrices, which are (in, out); False for biases.
-    """
+    """Return the layout of alternating gate and up, as in GPT-OSS: in matrices (in, out), or biases."""
 
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
         columns = torch.arange(shape[1]).view(-1, 2).T.flatten()
@@ -118,14 +111,10 @@ def _transpose(ours: Tensor) -> Tensor:
 
 
 def rotary(stem: str, heads_option: str | None, plain_option: str) -> TensorLayout:
-    """Return the layout of a projection whose last rows, per head or in total, are rotated by RoPE.
-
-    DeepSeek-V3 rotates neighbouring units (0, 1), (2, 3), ...; our decoder, and theirs without
-    `rope_interleave`, rotate unit i with unit i + half.
-
-    Args:
-        heads_option: their option with the number of heads; None if the heads share the rotated rows.
-        plain_option: their option with the number of rows that are not rotated.
+    """Return the layout of a projection whose last rows are rotated by RoPE: per head, in total if
+    `heads_option` is None. DeepSeek-V3 rotates neighbouring units (0, 1), (2, 3), ...; our decoder, and
+    theirs without `rope_interleave`, rotate unit i with unit i + half. `plain_option` counts rows that are
+    not rotated.
     """
 
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:

@@ -145,11 +145,7 @@ class LlamaCpp:
 
 
 def renamed(hf_key: str, key: str, fallback: Any = None) -> OptionMapping:
-    """Map an option that only has different names.
-
-    Args:
-        fallback: value to write if our option is missing or has another type.
-    """
+    """Map an option with another name; write `fallback` if ours is missing or of another type."""
 
     def write(options: Options) -> dict[str, Any]:
         value = options.get(key, fallback)
@@ -218,11 +214,8 @@ SCALING_NUMBERS = ("factor", "original_max_position_embeddings", "mscale", "msca
 
 
 def rope(*, has_fraction: bool = False, has_score_factor: bool = False) -> OptionMapping:
-    """Map rotary positions.
-
-    Args:
-        has_fraction: the architecture can rotate a fraction of each head.
-        has_score_factor: with YaRN, `mscale_all_dim` is also a factor of attention scores.
+    """Map rotary positions, of a fraction of each head if `has_fraction`. With `has_score_factor` and YaRN,
+    `mscale_all_dim` also multiplies attention scores.
     """
 
     def read(hf: HFConfig) -> Options:
@@ -312,10 +305,8 @@ def write_window(options: Options) -> dict[str, Any]:
 
 
 def layer_windows(is_windowed: Callable[[int, int], bool]) -> OptionMapping:
-    """Map the attention window of some layers.
-
-    Args:
-        is_windowed: whether a layer has the window by default, given its number and `max_window_layers`.
+    """Map the attention window of some layers; by default those for which `is_windowed` is true, given the
+    layer's number and `max_window_layers`.
     """
 
     def read(hf: HFConfig) -> Options:

@@ -96,14 +96,8 @@ def write_model_folder(
     weights: Mapping[str, Tensor],
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write a model folder, with a copy of the code that its config names.
-
-    Args:
-        decoder: the model; only its config, and the names and shapes of its weights, are used.
-        weights: tensors by name, read one file at a time.
-
-    Raises:
-        ConfigError: see `save_pretrained`.
+    """Write a model folder, with a copy of the code that its config names; for errors see `save_pretrained`.
+    Of the decoder only its config, names and shapes are used; `weights` are read one file at a time.
     """
     folder = folder.absolute()
     config = PretrainedConfig(
@@ -125,11 +119,7 @@ def write_model_folder(
 
 @contextmanager
 def naming_failures(path: Path, action: str, advice: str) -> Iterator[None]:
-    """Turn an error of the file system or of safetensors into a ConfigError that names the path.
-
-    Args:
-        action: `read` or `written`.
-    """
+    """Turn an OSError or SafetensorError into a ConfigError: `path` cannot be read, or written."""
     from safetensors import SafetensorError
 
     try:
@@ -165,11 +155,8 @@ def entries_of(folder: Path) -> list[Path]:
 
 
 def save_tensors(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str], Tensor]) -> None:
-    """Write tensors, with an index if they need several files.
-
-    Args:
-        sizes: name -> bytes.
-        tensor: returns a tensor by name; the tensors of one file are in memory at a time.
+    """Write tensors of these sizes in bytes, with an index if they need several files; the tensors of one
+    file, which `tensor` returns by name, are in memory at a time.
     """
     from safetensors.torch import save_file
 
@@ -331,12 +318,7 @@ def require_fitting(
     expected: Mapping[str, Sequence[int]],
     found: Mapping[str, Sequence[int]],
 ) -> None:
-    """Raise ConfigError if names or shapes of the tensors in a folder differ from those of a model.
-
-    Args:
-        model: name of the model in messages.
-        expected, found: shapes by name.
-    """
+    """Raise ConfigError if names or shapes of the tensors found in a folder differ from those of `model`."""
     for verb, names, where in (
         ("lacks", [name for name in expected if name not in found], ""),
         ("has", [name for name in found if name not in expected], f", which {model} lacks"),

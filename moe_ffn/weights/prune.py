@@ -1,6 +1,6 @@
-"""Pruning: remove the least important experts of each layer.
+"""Fewer experts: prune removes the least important ones, merge averages those with similar router logits.
 
-T tokens, D model width, E experts, N pairs
+T tokens, D model width, E experts, F hidden units, N pairs, G experts of a group
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Generator, Tensor
 
+from moe_ffn.balancing.sums import count_pairs
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, import_optional
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
@@ -70,14 +71,8 @@ class PruneConfig(InitialiserConfig, frozen=True):
 def observe_use(
     decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Measure the experts of a layer on a text.
-
-    Returns:
-        the number of pairs that each expert computed, int64 (E,); and the mean of g ||f|| over its pairs,
-        float64 (E,), 0 for an expert without pairs.
-
-    Raises:
-        ConfigError: the experts are of a custom type, whose separate outputs are not available.
+    """Return the pairs that each expert of a layer computed on a text, int64 (E,), and its mean g ||f|| over
+    them, float64 (E,), 0 without pairs; ConfigError for custom experts, which have no separate outputs.
     """
     weights = networks(block)
     if weights is None:
@@ -117,17 +112,10 @@ def run_expert(weights: ExpertWeights, expert: int, x_TD: Tensor) -> Tensor:
 def prune_experts(
     block: MoEFFN, config: FFNConfig, d_model: int, kept: Tensor, generator: Generator
 ) -> MoEFFN:
-    """Return a block with some experts of `block`.
-
-    The output for a token that chose no removed expert is unchanged if its weights do not depend on experts
-    that it did not choose: renormalised weights, a softmax over the chosen experts, and sigmoids. A softmax
-    over all experts gives the share of removed experts to the others.
-
-    Args:
-        block: a routed Mixture of Experts.
-        config: config of the new block, with fewer experts.
-        kept: ids of the experts to keep, in their new order, int64; zero-computation experts always stay.
-        generator: source of the initial weights, which are then replaced.
+    """Return a block with the experts `kept`, int64, in this order; zero-computation experts always stay. A
+    token that chose no removed expert has the same output if its weights do not depend on others:
+    renormalised, a softmax over the chosen experts, or sigmoids. A softmax over all gives the removed share
+    to the others.
     """
     made = cast("MoEFFN", build_block(config, block, d_model, generator))
     rows = block.router.expert_rows()
@@ -141,3 +129,150 @@ def prune_experts(
     state |= {f"router.{name}": value[routed] for name, value in rows.items()}
     made.load_state_dict(state)
     return made
+
+
+# -- merging
+
+
+class MergeConfig(InitialiserConfig, frozen=True):
+    """Merge each expert into the most similar of the most used experts, by router logits (M-SMoE).
+
+    Li et al. 2023, arXiv:2310.01334: hidden units are aligned with the most used expert of each group. Then
+    weights and router rows are averaged, weighted by how often each expert is chosen.
+    """
+
+    type: Literal["merge"] = "merge"
+    num_experts: int = Field(default=4, ge=1, le=MAX_COUNT)
+    """Number of experts kept in each layer."""
+
+    needs_text: ClassVar[bool] = True
+
+    @torch.no_grad()
+    def initialise(
+        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
+    ) -> Decoder:
+        (source,) = sources
+        assert ids_BS is not None
+        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+        for layer, (config, block) in resized_layers(source, self.num_experts).items():
+            for info in config.router_infos().values():
+                if info.router.is_pairs_only:
+                    raise ConfigError(
+                        f"method.type: merge compares the router's scores of all experts, but the router of "
+                        f"layer {layer}, of type '{info.router.type}', scores only a few; use another model"
+                    )
+            counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
+            products_EE = torch.zeros(block.num_experts, block.num_experts, dtype=torch.float64)
+
+            for x, context in block_inputs(source, layer, ids_BS):
+                x_TD, flat = flatten_tokens(x, context)
+                routing = block.router(x_TD, flat)
+                logits_TE = routing.require("logits_TE", "merging experts").double()
+                logits_TE = logits_TE[:, : block.num_experts]
+                products_EE.add_(logits_TE.t() @ logits_TE)
+                ids_N = routing.expert_ids_N[routing.active_N]
+                counts_E.add_(count_pairs(ids_N[ids_N < block.num_experts], block.num_experts))
+
+            groups = group_experts(counts_E, products_EE, self.num_experts)
+            made[layer] = (
+                config,
+                merge_experts(block, config, source.config.d_model, groups, counts_E, generator),
+            )
+        return with_blocks(source, made)
+
+
+def group_experts(counts_E: Tensor, products_EE: Tensor, num_groups: int) -> list[list[int]]:
+    """Group each expert with the most similar of the most used experts, which comes first. `counts_E` counts
+    choices; `products_EE` sums products of two experts' router logits, whose cosine is the similarity.
+    """
+    norms_E = products_EE.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
+    similarity_EE = products_EE / norms_E / norms_E.unsqueeze(-1)
+    order = counts_E.argsort(descending=True, stable=True).tolist()
+    leaders = sorted(order[:num_groups])
+    groups = {leader: [leader] for leader in leaders}
+    for expert in sorted(order[num_groups:]):
+        groups[leaders[int(similarity_EE[expert, leaders].argmax())]].append(expert)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def merge_experts(
+    block: MoEFFN,
+    config: FFNConfig,
+    d_model: int,
+    groups: Sequence[Sequence[int]],
+    counts_E: Tensor,
+    generator: Generator,
+) -> MoEFFN:
+    """Return a block with one expert per group, which has the group's mean weights and mean router row.
+
+    The new block computes the same function if the weights of every token have the same sum, and one of two
+    conditions holds. Either all experts of the layer are equal up to the order of their hidden units. Or all
+    groups have m experts, which are equal in this sense and in their router rows, and k, a multiple of m,
+    becomes k / m. Otherwise the function changes: with an unchanged k a token reaches other experts, and in
+    a softmax over all experts the logit of a merged expert would have to grow by log m.
+
+    Args:
+        block: a routed Mixture of Experts.
+        config: config of the new block, with as many experts as there are groups.
+        groups: experts of each group; hidden units are aligned with the group's first expert.
+        counts_E: weights of the mean; in a group that was never chosen, all experts weigh the same.
+        generator: source of the initial weights, which are then replaced.
+
+    Raises:
+        ConfigError: the experts are of a type that cannot be averaged, or scipy is missing.
+    """
+    leaders = torch.tensor([group[0] for group in groups])
+    made = prune_experts(block, config, d_model, leaders, generator)
+    source, target = networks(block), networks(made)
+    if source is None or target is None:
+        raise ConfigError(
+            "method.type: the experts are of a custom type, whose units cannot be aligned; use prune"
+        )
+    rows, made_rows = block.router.expert_rows(), made.router.expert_rows()
+    for index, group in enumerate(groups):
+        counts_G = counts_E[list(group)]
+        counts_G = counts_G if counts_G.any() else torch.ones_like(counts_G)
+        share_G = counts_G.double() / counts_G.sum()
+        for name, value in made_rows.items():
+            value[index] = _weighted_mean(rows[name][list(group)], share_G)
+        aligned = [_aligned(source, expert, group[0]) for expert in group]
+        for parameter, values in zip(
+            target.without_adapters, zip(*aligned, strict=True), strict=True
+        ):
+            if parameter is not None:
+                parameter[index] = _weighted_mean(torch.stack(values), share_G)
+    return made
+
+
+def _weighted_mean(values: Tensor, share_G: Tensor) -> Tensor:
+    """Return the weighted mean over the first axis, G."""
+    return torch.tensordot(share_G, values.double(), dims=1).to(values.dtype)
+
+
+def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | None]:
+    """Return the weights of an expert, with its units in the order of the similar units of `leader`."""
+    num_matrices = 2 if weights.gated else 1  # into the hidden units
+
+    def units(number: int) -> Tensor:
+        matrices = *weights.up_EHD[number].chunk(num_matrices), weights.down_EDF[number].t()
+        return F.normalize(torch.cat(matrices, dim=-1).double(), dim=-1)
+
+    order = torch.arange(weights.d_ff)
+    if expert != leader:
+        order = _best_assignment(units(leader) @ units(expert).t())
+    rows = torch.cat([order + i * weights.d_ff for i in range(num_matrices)])
+    up_bias, down_bias = weights.up_bias_EH, weights.down_bias_ED
+    return [
+        weights.up_EHD[expert][rows],
+        weights.down_EDF[expert][:, order],
+        None if up_bias is None else up_bias[expert][rows],
+        None if down_bias is None else down_bias[expert],
+    ]
+
+
+def _best_assignment(similarity_FF: Tensor) -> Tensor:
+    """Return the column of each row, int64 (F,), in the one-to-one assignment with the largest sum."""
+    optimize = import_optional("scipy.optimize", "method.type: merge needs scipy")
+    columns = optimize.linear_sum_assignment(similarity_FF.numpy(), maximize=True)[1]
+    return torch.from_numpy(columns)

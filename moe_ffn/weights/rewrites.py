@@ -24,27 +24,18 @@ class Rewrite:
     """Returns the factor of a tensor, from the options before the rewrite."""
 
 
-def _unscaled_embeddings(options: Options) -> Options:
-    changed = {"scale_embeddings": False, "tie_embeddings": False}
-    return changed if options["scale_embeddings"] else {}
-
-
-def _embedding_factor(name: str, options: Options) -> float:
-    return options["d_model"] ** 0.5 if name == "embedding.weight" else 1.0
-
-
-def _router_factor(name: str, options: Options) -> float:
-    return options["sparse.router.scale"] if ".experts.down" in name else 1.0
-
-
 COMMON = {
     "scale_embeddings": Rewrite(
-        _unscaled_embeddings,
+        lambda options: (
+            {"scale_embeddings": False, "tie_embeddings": False}
+            if options["scale_embeddings"]
+            else {}
+        ),
         lambda options: (
             f"scale_embeddings: the token embeddings are multiplied by sqrt({options['d_model']}), and the "
             "output matrix is separate"
         ),
-        _embedding_factor,
+        lambda name, options: options["d_model"] ** 0.5 if name == "embedding.weight" else 1.0,
     ),
     "sparse.router.scale": Rewrite(
         lambda options: {"sparse.router.scale": 1.0} if "sparse.router.scale" in options else {},
@@ -52,7 +43,7 @@ COMMON = {
             "ffn.router.scale: the down projections of the routed experts are multiplied by "
             f"{options['sparse.router.scale']:g}"
         ),
-        _router_factor,
+        lambda name, options: options["sparse.router.scale"] if ".experts.down" in name else 1.0,
     ),
 }
 """Option -> its rewrite, for every architecture."""
@@ -127,9 +118,8 @@ SHARED_EXPERT = _add_shared_expert(None, "sum", "the width of a routed expert")
 
 
 def added_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a weight that a model lacks: zeros, except for the gate of a shared expert.
-
-    llama.cpp computes the gate sigmoid(x) as silu(x) / x, which is NaN for x = 0.
+    """Return zeros for an added weight, but ones for the gate of a shared expert: llama.cpp computes
+    sigmoid(x) as silu(x) / x, NaN for 0.
     """
     fill = torch.ones if name.endswith("combine.gate.weight") else torch.zeros
     return fill(shape, dtype=dtype)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from moe_ffn.config.errors import ConfigError, show
+from moe_ffn.config.errors import ConfigError, import_optional, show
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.files import kind_of, make_folder, replacing
 from moe_ffn.model.attention import AttentionConfig
@@ -47,7 +46,7 @@ def export_gguf(decoder: Decoder, path: str | Path, tokenizer: Tokenizer) -> Exp
             the gguf package is not installed; nothing is written.
     """
     path = Path(path).absolute()
-    gguf = _import_gguf()
+    gguf = import_optional("gguf", f"a {SUFFIX} file needs gguf")
     export = choose_architecture(decoder, has_tokenizer=True)
     llama = export.family.llama_cpp
     if problem := llama.problem(export.ours):
@@ -80,13 +79,6 @@ def require_absent_file(path: Path) -> None:
     """Raise ConfigError if `path` exists."""
     if kind_of(path) is not None:
         raise ConfigError(f"'{path}' already exists; give a new file")
-
-
-def _import_gguf() -> Any:
-    try:
-        return import_module("gguf")
-    except ImportError as error:
-        raise ConfigError(f"a {SUFFIX} file needs gguf: pip install gguf") from error
 
 
 def _add_options(gguf: Any, writer: Any, export: Export, max_seq_len: int) -> None:
@@ -165,11 +157,7 @@ def _add_scaling(
 
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Add a byte-level BPE.
-
-    Raises:
-        ConfigError: the tokenizer splits text by another rule than GPT-2.
-    """
+    """Add a byte-level BPE; ConfigError if it splits text by another rule than GPT-2."""
     definition = tokenizer.to_hugging_face() or {}
     splitting = definition.get("pre_tokenizer") or {}
     model = definition.get("model", {})

@@ -141,17 +141,9 @@ class _Attempt:
 def choose_architecture(
     decoder: Decoder, *, has_tokenizer: bool = False, packed: bool = False
 ) -> Export:
-    """Choose the architecture in `FAMILIES` that has all options of a decoder after the fewest rewrites.
-
-    The options are written and read back; an architecture is rejected if an option comes back different.
-
-    Args:
-        has_tokenizer: reject architectures for which transformers replaces the tokenizer.
-        packed: store the matrices of the experts in their low precision.
-
-    Raises:
-        ConfigError: no architecture has all options, and the message names one that the nearest architecture
-            lacks; or the experts cannot be packed.
+    """Choose the architecture in `FAMILIES` that gives all options back, after they are written and read,
+    with the fewest rewrites; with `has_tokenizer`, not one for which transformers replaces it. ConfigError if
+    none does, naming an option that the nearest lacks, or if experts cannot be `packed`.
     """
     stored = _format_to_pack(decoder.config) if packed else None
     ours, left_out = options_of(decoder.config)
@@ -219,11 +211,7 @@ READ_BY_TRANSFORMERS: frozenset[Format] = frozenset(("mxfp4", "int4", "int8", "f
 
 
 def _format_to_pack(config: DecoderConfig) -> Format:
-    """Return the format of the experts of all sparse layers.
-
-    Raises:
-        ConfigError: a layer has no rounded experts, or two layers have different formats.
-    """
+    """Return the format of all sparse layers' experts; ConfigError if one has none, or two differ."""
     formats: dict[int, Format | None] = {}
     for layer, ffn in enumerate(config.layer_ffns()):
         block = ffn.ffn if isinstance(ffn, JitteredConfig) else ffn
@@ -299,11 +287,7 @@ def _llama_cpp_notes(family: Family, ours: Options) -> list[str]:
 
 
 def _attempt(family: Family, options: Options, sizes: Mapping[str, int]) -> _Attempt:
-    """Write options for an architecture, with rewrites until none helps.
-
-    Raises:
-        ConfigError: the architecture does not support an option.
-    """
+    """Write options for an architecture, with rewrites until none helps; ConfigError if it lacks one."""
     available = {**COMMON, **family.rewrites}
     applied: list[Rewrite] = []
     while True:
@@ -323,13 +307,8 @@ def _attempt(family: Family, options: Options, sizes: Mapping[str, int]) -> _Att
 
 
 def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
-    """Return the flat options of a model, as `families.py` names them, with computed widths for null.
-
-    Returns:
-        the options, and the paths of options that are set but left out, because they act only in training.
-
-    Raises:
-        ConfigError: two sparse layers differ, or two dense layers.
+    """Return the flat options of a model, as `families.py` names them, with widths for null, and the paths of
+    those left out because they act only in training. ConfigError if two sparse or two dense layers differ.
     """
     attention = config.attention
     head_dim = attention.head_width(config.d_model)
@@ -391,7 +370,7 @@ def _block_options(ffn: FFNConfig, d_model: int) -> dict[str, Any]:
 
 
 _TRAINING_ONLY = {
-    *("dropout", "jitter", "backend", "multiple_of", "activation_checkpointing", "k_min", "k_max"),
+    *("dropout", "jitter", "backend", "multiple_of", "activation_checkpointing", "k_min", "k_max")
 }
 """Last parts of option paths that do not change outputs in evaluation."""
 

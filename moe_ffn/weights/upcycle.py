@@ -1,5 +1,7 @@
 """Upcycling: experts are copies of a trained dense block or of its shards, with some units reinitialised.
 
+Branch-train-mix (`mix`): blocks of several dense models become experts; all other weights are averaged.
+
 E experts, D model width, F hidden width of an expert, G shards of a dense block, P matrices into the hidden
 units (2 with a gate)
 """
@@ -16,7 +18,8 @@ from pydantic import Field
 from torch import Generator, Tensor
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, show
+from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.experts import (
     ClampedSwiGLUExpertsConfig,
@@ -103,6 +106,72 @@ class UpcycleConfig(InitialiserConfig, frozen=True):
         return with_blocks(source, made)
 
 
+class MixConfig(InitialiserConfig, frozen=True):
+    """Make experts from the blocks of several dense models, and average all other weights (BTX).
+
+    Sukhbaatar et al. 2024, Branch-Train-MiX, arXiv:2403.07816. The models are branches of one model, trained
+    on different texts. The router is new. Equal models give the same result as `upcycle`.
+    """
+
+    type: Literal["mix"] = "mix"
+    router: RouterConfig = TopKRouterConfig(renormalize=True)
+    """Router over the experts, whose number is the number of models times `granularity`."""
+    granularity: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Number of shards that each block is cut into, as in `upcycle`."""
+
+    takes_several = True
+
+    def initialise(
+        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
+    ) -> Decoder:
+        if len(sources) < 2:
+            raise ConfigError("--source: names 1 folder, but method.type 'mix' takes two or more")
+        first = sources[0]
+        for number, other in enumerate(sources[1:], start=2):
+            _require_same(first, other, number)
+        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+        layers = [layer_blocks(source) for source in sources]
+        d_model, num_experts = first.config.d_model, len(sources) * self.granularity
+        for layer, (config, dense) in enumerate(layers[0]):
+            if networks(dense) is None:
+                continue  # this block is averaged
+            target = experts_like(
+                config, d_model, num_experts, self.granularity, self.router, layer
+            )
+            blocks = [source_layers[layer][1] for source_layers in layers]
+            with prefix_errors():
+                made[layer] = target, upcycle(blocks, target, d_model, generator)
+        if not made:
+            raise ConfigError(
+                "--source: no layer of these models has a dense or a gated block to mix"
+            )
+        mixed = with_blocks(first, made)
+        others = [dict(source.named_parameters()) for source in sources]
+        with torch.no_grad():
+            for name, parameter in mixed.named_parameters():
+                if all(name in other and other[name].shape == parameter.shape for other in others):
+                    mean = torch.stack([other[name].double() for other in others]).mean(dim=0)
+                    parameter.copy_(mean)
+        return mixed
+
+
+def _require_same(first: Decoder, other: Decoder, number: int) -> None:
+    """Raise ConfigError for the first option in which two models differ."""
+    ours, theirs = (
+        {
+            **flatten(decoder.config.to_dict()),
+            "vocab_size": decoder.embedding.num_embeddings,
+            "max_seq_len": decoder.max_seq_len,
+        }
+        for decoder in (first, other)
+    )
+    for key, (one, another) in differences(ours, theirs).items():
+        raise ConfigError(
+            f"--source: mixed models must have the same architecture, but {key} is {show(one)} in model 1 "
+            f"and {show(another)} in model {number}; leave one of them out"
+        )
+
+
 def experts_like(
     dense: FFNConfig,
     d_model: int,
@@ -111,10 +180,8 @@ def experts_like(
     router: RouterConfig,
     layer: int,
 ) -> MoEConfig:
-    """Return the config of a layer whose experts are shards of a dense block.
-
-    Raises:
-        ConfigError: no expert type computes the block, or the router does not support this number of experts.
+    """Return the config of a layer whose experts are shards of a dense block; ConfigError if no type of
+    expert computes it, or the router does not support their number.
     """
     experts = as_experts(dense, d_model)
     if experts is None:
@@ -239,11 +306,7 @@ def _describe(weights: ExpertWeights | None) -> str:
 
 @torch.no_grad()
 def total_weight(router: Router, d_model: int, generator: Generator) -> float:
-    """Return the mean sum of a token's weights, over random tokens from N(0, 1).
-
-    Raises:
-        ConfigError: the router chooses no expert for these tokens.
-    """
+    """Return the mean sum of a token's weights, tokens from N(0, 1); ConfigError if no expert is chosen."""
     # Routers that choose by token id have the same sum for every token, so any ids do.
     x_TD = torch.randn(_PROBES, d_model, generator=generator, dtype=torch.float64)
     ids_T = torch.arange(_PROBES)

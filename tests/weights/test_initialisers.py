@@ -29,8 +29,7 @@ from moe_ffn.weights import (
 )
 from moe_ffn.weights.carve import most_active, partition_units
 from moe_ffn.weights.initialiser import block_inputs
-from moe_ffn.weights.merge import group_experts
-from moe_ffn.weights.prune import observe_use
+from moe_ffn.weights.prune import group_experts, observe_use
 
 D, F, E, VOCAB, LENGTH = 8, 24, 8, 32, 16
 

@@ -31,12 +31,7 @@ TOLERANCE = 3e-3
 
 
 def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterator[Finding]:
-    """Check the balancing of a model of transformers.
-
-    Args:
-        trains: True if the model is about to be trained.
-        accumulation: batches per optimizer step.
-    """
+    """Check the balancing of a model of transformers that `trains`, by steps of `accumulation` batches."""
     coefficient = option_of(probe.config, COEFFICIENTS, float)
     is_on = getattr(probe.config, "output_router_logits", None)
     if is_on is None:
@@ -100,9 +95,8 @@ def _run(probe: Probe, **changes: Any) -> Outputs:
 
 
 def _expected(passed: Outputs, *, counts_padding: bool = False) -> float:
-    """Return the loss in the convention of transformers: k times ours, over the tokens of all layers.
-
-    It counts the best experts by a softmax of the logits, also if routers choose by other scores.
+    """Return the loss as transformers defines it: k times ours over the tokens of all layers. It counts the
+    best experts by a softmax of the logits, also if routers choose by other scores.
     """
     counted: list[Routing] = []
     k = 0
@@ -193,10 +187,8 @@ def _weight(probe: Probe, passed: Outputs, weighted: float) -> Finding:
 
 
 def _accumulation(probe: Probe, weighted: float, accumulation: int) -> Finding:
-    """Compare the loss of a batch that is the whole step with that of a batch that is a part of it.
-
-    transformers' Trainer passes `num_items_in_batch`, the predicted tokens of the whole step, and then adds
-    the losses of the batches without dividing them.
+    """Compare the loss of a batch that is the whole step with that of a part of it. transformers' Trainer
+    gives `num_items_in_batch`, the tokens of the step, and sums the losses of its batches.
     """
     num_predicted = int((probe.labels_BS != IGNORED_TARGET).sum())
     whole, part = (

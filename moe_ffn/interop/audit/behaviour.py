@@ -14,14 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.balancing.losses import pairs_per_expert
-from moe_ffn.interop.audit.findings import (
-    CAUSALITY,
-    DETERMINISM,
-    HEALTH,
-    STRUCTURE,
-    Check,
-    Finding,
-)
+from moe_ffn.interop.audit.findings import CAUSALITY, DETERMINISM, HEALTH, STRUCTURE, Check, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Outputs, Probe, mode
 from moe_ffn.interop.audit.structure import K_OPTIONS, option_of

@@ -101,11 +101,7 @@ def without_peft(model: nn.Module) -> nn.Module:
 
 
 def sparse_layers(model: nn.Module) -> list[SparseLayer]:
-    """Find the sparse layers, in the order of the model.
-
-    Raises:
-        ConfigError: the model has none.
-    """
+    """Find the sparse layers, in the order of the model; ConfigError if there are none."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, list[str]] = {}
     inside: list[str] = []

@@ -172,9 +172,7 @@ def _keep_outputs(
 
 
 def _used_experts(
-    layer: SparseLayer,
-    routings: Mapping[str, Routing],
-    kept: list[tuple[int | None, Tensor]],
+    layer: SparseLayer, routings: Mapping[str, Routing], kept: list[tuple[int | None, Tensor]]
 ) -> Tensor | None:
     """Return the experts that computed a token that reached the loss, bool (E,); None if unknown."""
     if layer.kind == "listed":

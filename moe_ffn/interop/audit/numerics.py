@@ -213,9 +213,8 @@ def _compared(layer: SparseLayer, module: Any, args: tuple[Any, ...]) -> Finding
 
 
 def _errors(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
-    """Return the relative error of the output, and of the gradient of each input and parameter.
-
-    Experts are compared one by one, because a copy of a layer in float64 takes gigabytes.
+    """Return the relative error of the output and of each gradient. Experts are compared one by one, because
+    a copy of a layer in float64 takes gigabytes.
     """
     x_TD, indices_N, ids_N, weights_N = _pairs(args)
     num_experts = next(module.parameters()).shape[0]

@@ -110,10 +110,7 @@ def _losses(probe: Probe, logits_BSV: Tensor) -> Tensor:
 
 
 def _rise(probe: Probe, before_BS: Tensor) -> tuple[float, float]:
-    """Run the model; return the mean rise of the loss, and its standard error over the sequences.
-
-    A standard error over tokens would be too small, since the tokens of a sequence are not independent.
-    """
+    """Return the mean rise of the loss, and its standard error over the (independent) sequences."""
     rise_B = (_losses(probe, probe.logits(labels=None)) - before_BS).nanmean(dim=1)
     rise_B = rise_B[rise_B.isfinite()]
     return rise_B.mean().item(), (rise_B.std() / len(rise_B) ** 0.5).item()

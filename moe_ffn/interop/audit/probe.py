@@ -50,10 +50,7 @@ class Probe:
     def __init__(
         self, model: nn.Module, batch: Mapping[str, Any], num_steps: int | None = None
     ) -> None:
-        """
-        Args:
-            num_steps: optimizer steps that the model was trained for; None: unknown.
-        """
+        """Take `num_steps`, optimizer steps that the model was trained for; None: unknown."""
         self.num_steps = num_steps
         self.model = model = without_parallel_wrappers(model)
         config: Any = getattr(self.base, "config", None)
@@ -194,9 +191,8 @@ def _with_decoder_inputs(batch: Mapping[str, Any], start: int) -> dict[str, Any]
 
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a model into training or evaluation; restore each module's mode and torch's random state.
-
-    Gradient checkpointing is off inside, because it runs layers twice.
+    """Set training or evaluation, without gradient checkpointing, which runs layers twice; then restore each
+    module's mode and torch's random state.
     """
     before = [(module, module.training) for module in model.modules()]
     recomputing: list[Any] = [
@@ -218,11 +214,7 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def checked_batch(batch: Any) -> Mapping[str, Any]:
-    """Return a batch as a mapping: token ids (B, S), or a mapping with `input_ids`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Return token ids (B, S), or a mapping with `input_ids`, as a mapping; ConfigError for anything else."""
     if isinstance(batch, Tensor):
         batch = {_IDS: batch}
     if not isinstance(batch, Mapping) or not isinstance(batch.get(_IDS), Tensor):

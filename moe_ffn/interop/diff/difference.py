@@ -91,10 +91,7 @@ class ModelDifference:
 
     @property
     def routing_share(self) -> float | None:
-        """Fraction of the KL that vanishes if B computes with the experts of A.
-
-        None if there is no KL, or if the experts come from a record and not from A.
-        """
+        """Fraction of the KL that vanishes with the experts of A; None without KL, or for a record."""
         if self.kl_replayed is None or self.recorded or not self.kl > 0:
             return None
         return 1 - self.kl_replayed / self.kl

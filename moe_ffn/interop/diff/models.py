@@ -218,13 +218,11 @@ def require_same_shape(a: ComparedModel, b: ComparedModel) -> None:
 
 
 def compare_tensors(a: ComparedModel, b: ComparedModel) -> dict[str, Any]:
+    ours, theirs, notes = dict[str, Tensor](), dict[str, Tensor](), ()
     try:
         ours, theirs = _tensors(a, b), _tensors(b, a)
     except ConfigError as error:
-        return {
-            "num_tensors": 0, "tensors": (), "only_a": (), "only_b": (), "rounding": None,
-            "notes": (f"tensors are not compared: {error}",),
-        }  # fmt: skip
+        notes = (f"tensors are not compared: {error}",)
     common = [name for name in ours if name in theirs]
     found: list[TensorDifference] = []
     rounding = None
@@ -248,7 +246,7 @@ def compare_tensors(a: ComparedModel, b: ComparedModel) -> dict[str, Any]:
         "only_a": tuple(name for name in ours if name not in theirs),
         "only_b": tuple(name for name in theirs if name not in ours),
         "rounding": rounding,
-        "notes": (),
+        "notes": notes,
     }
 
 
