@@ -180,6 +180,11 @@ def _loading(info: dict[str, Any]) -> tuple[Finding, ...]:
         ("mismatched_keys", "fail", "have another shape in the files, and are random"),
         ("unexpected_keys", "warn", "are in the files, but the model does not use them"),
     )
+    mismatched = [
+        f"{name} {tuple(found)}, not {tuple(expected)}"
+        for name, found, expected in info.get("mismatched_keys", ())
+    ]
+    info = {**info, "mismatched_keys": mismatched}
     findings = [
         LOADING.finding(
             verdict,
@@ -216,6 +221,13 @@ def _adapter(
         )
         if names
     ] or [LOADING.passes("every tensor of the adapter has its place")]
+    if named is not None and Path(named).is_dir() and not Path(named).samefile(base):
+        findings.append(
+            LOADING.warns(
+                f"the adapter was trained on '{named}', and is audited on '{base}'",
+                "leave --base out, unless both are the same model",
+            )
+        )
     return replace(target, model=adapted.model, findings=(*target.findings, *findings))
 
 

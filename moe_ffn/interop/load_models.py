@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,6 +106,11 @@ def load_hf_model(folder: Path, **options: Any) -> Any:
             f"'{folder}' has no weight {show(missing[0])}, which its {MODEL_CONFIG_FILE} requires; "
             "download the folder again"
         )
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise ConfigError(
+            f"'{folder}' has {show(name)} as {tuple(found)}, but its {MODEL_CONFIG_FILE} requires "
+            f"{tuple(expected)}; copy the config and the weights of one model"
+        )
     return model.eval()
 
 
@@ -117,8 +123,9 @@ def load_with_info(
     folder: Path, *, accepts_encoder: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Return a language model, read from config.json and safetensors only, and transformers'
-    `output_loading_info`, such as `missing_keys`; for errors see `route_text`, but missing weights raise
-    nothing. `options` go to `from_pretrained`; `accepts_encoder` also loads an encoder with a decoder.
+    `output_loading_info`, such as `missing_keys`; for errors see `route_text`, but weights that are missing or
+    of another shape raise nothing. `options` go to `from_pretrained`; `accepts_encoder` also loads an encoder
+    with a decoder.
     """
     transformers = import_optional("transformers", NEED_TRANSFORMERS)
     config = read_object(folder / MODEL_CONFIG_FILE) or {}
@@ -136,13 +143,42 @@ def load_with_info(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # else the error names no tensor
             **options,
         )
     except Exception as error:  # any type: a damaged file raises many
+        if (name := _missing_of_an_expert(folder)) is not None:
+            raise ConfigError(
+                f"'{folder}' lacks {show(name)}, which its other experts have; copy the weights again"
+            ) from error
         raise ConfigError(
             f"'{folder}' cannot be read as a language model of type {show(config.get('model_type'))} "
             f"({first_line(error)})"
         ) from error
+
+
+def _missing_of_an_expert(folder: Path) -> str | None:
+    """Return the first tensor that one expert of a layer lacks and another has; None if all have the same."""
+    from safetensors import SafetensorError, safe_open
+
+    names = set[str]()
+    try:
+        for path in weight_files(folder):
+            with safe_open(path, "pt") as file:
+                names |= set(file.keys())
+    except (OSError, SafetensorError):
+        return None
+    found = [re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name) for name in sorted(names)]
+    layers: dict[str, list[re.Match[str]]] = {}
+    for match in filter(None, found):
+        layers.setdefault(match[1], []).append(match)
+    expected = (
+        f"{layer}{expert}{part}"
+        for layer, matches in layers.items()
+        for expert in sorted({int(match[2]) for match in matches})
+        for part in sorted({match[3] for match in matches})
+    )
+    return next((name for name in expected if name not in names), None)
 
 
 def load_hf_tokenizer(folder: Path) -> tuple[Any, bool]:

@@ -142,7 +142,9 @@ def _gradient(probe: Probe) -> Iterator[Finding]:
 def _padding(probe: Probe) -> Iterator[Finding]:
     """Compare the loss of a batch with its loss when random padding is appended."""
     ids_BS = probe.ids_BS
-    length = max(ids_BS.shape[1] // 2, 1)
+    limit = getattr(probe.config, "max_position_embeddings", None) or 2 * ids_BS.shape[1]
+    kept = min(ids_BS.shape[1], max(2 * limit // 3, 1))
+    length = min(max(kept // 2, 1), limit - kept)
     others = [
         name
         for name, value in probe.batch.items()
@@ -153,15 +155,14 @@ def _padding(probe: Probe) -> Iterator[Finding]:
     if others:
         yield BALANCING.skips(f"the batch cannot be padded, because it has {', '.join(others)}")
         return
-    limit = getattr(probe.config, "max_position_embeddings", None)
-    if limit and ids_BS.shape[1] + length > limit:
-        yield BALANCING.skips("the batch leaves no room for padding")
+    if length < 1:
+        yield BALANCING.skips("the model's length leaves no room for padding")
         return
     passed = _run(
         probe,
-        input_ids=F.pad(ids_BS, (0, length), value=int(ids_BS[0, 0])),
-        attention_mask=F.pad(probe.mask_BS.long(), (0, length), value=0),
-        labels=F.pad(probe.unshifted_labels_BS, (0, length), value=IGNORED_TARGET),
+        input_ids=F.pad(ids_BS[:, :kept], (0, length), value=int(ids_BS[0, 0])),
+        attention_mask=F.pad(probe.mask_BS[:, :kept].long(), (0, length), value=0),
+        labels=F.pad(probe.unshifted_labels_BS[:, :kept], (0, length), value=IGNORED_TARGET),
     )
     padded, tolerance = passed.output.aux_loss.item(), _tolerance(probe)
     expected, with_padding = _expected(passed), _expected(passed, counts_padding=True)

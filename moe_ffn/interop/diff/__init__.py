@@ -25,6 +25,7 @@ from moe_ffn.interop.diff.models import (
     ComparedModel,
     LoadOptions,
     compare_tensors,
+    differing_options,
     load,
     require_same_shape,
 )
@@ -58,8 +59,8 @@ def diff(
 ) -> ModelDifference:
     """Compare two models on a text.
 
-    Each is a run, a model folder of moe_ffn or transformers, or a folder with an adapter of peft, which is
-    merged into the other model.
+    Each is a run, a model folder of moe_ffn or transformers, or a folder with an adapter of peft. An adapter
+    is merged into the base that it names, or into the other model if that base is not a folder here.
 
     Args:
         dtype_a, dtype_b: `float64`, `float32`, `bfloat16` or `float16`; by default that of the files.
@@ -89,7 +90,7 @@ def diff(
     for side in (one, two):
         side.model.to(device)
     outputs = _compare_outputs(one, two, windows.to(device), record)
-    notes = weights.pop("notes") + outputs.pop("notes")
+    notes = differing_options(one, two) + weights.pop("notes") + outputs.pop("notes")
     return ModelDifference(
         a=str(a), b=str(b), num_tokens=windows.numel(), window=windows.shape[1],
         notes=notes, recorded=None if recorded is None else str(recorded), **weights, **outputs,
@@ -193,7 +194,12 @@ def _compare_outputs(
         replayed_BSV = None
         if replayed_layers:
             given = {name: routings_a[name] for name in replayed_layers}
-            replayed_BSV, _ = _run(b, ids_BS, given)
+            try:
+                replayed_BSV, _ = _run(b, ids_BS, given)
+            except ConfigError as error:  # such as another number of experts for each token
+                if record is not None:
+                    raise
+                replayed_layers, notes = [], (*notes, f"the experts of A are not replayed: {error}")
         for row in range(len(ids_BS)):
             again_SV = None if replayed_BSV is None else replayed_BSV[row]
             positions.add(a_BSV[row], b_BSV[row], again_SV)

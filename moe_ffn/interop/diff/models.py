@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
+from moe_ffn.config.option_tree import flatten
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.files import kind_of
 from moe_ffn.interop.diff.difference import TensorDifference
 from moe_ffn.interop.load_models import (
+    base_of_adapter,
     encode_utf8,
     is_adapter_folder,
     is_transformers_folder,
@@ -37,6 +39,7 @@ from moe_ffn.runs.folder import is_run
 from moe_ffn.runs.reader import load_run
 from moe_ffn.weights.from_transformers import load_transformers
 from moe_ffn.weights.pretrained import (
+    MODEL_CONFIG_FILE,
     TOKENIZER_FILE,
     distinct_tensors,
     is_model_folder,
@@ -102,14 +105,17 @@ class ComparedModel:
 
 
 def load(folder: Path, other: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
-    """Load the model in a folder; an adapter is merged into the model in `other`."""
+    """Load the model in a folder; an adapter is merged into its base, or into `other` if that is not here."""
     if is_adapter_folder(folder):
-        if is_adapter_folder(other):
+        base = base_of_adapter(folder) or other
+        if kind_of(Path(base) / MODEL_CONFIG_FILE) is None:
+            base = other
+        if is_adapter_folder(base := Path(base)):
             raise ConfigError(
                 f"'{folder}' and '{other}' are both adapters; give the base model of one of them, or merge "
                 "both"
             )
-        return _merge(folder, load(other, folder, options, trust_code=trust_code))
+        return _merge(folder, load(base, folder, options, trust_code=trust_code))
     if is_run(folder) or is_model_folder(folder):
         side = _load_ours(folder, options, trust_code=trust_code)
     elif is_transformers_folder(folder):
@@ -248,6 +254,27 @@ def compare_tensors(a: ComparedModel, b: ComparedModel) -> dict[str, Any]:
         "rounding": rounding,
         "notes": notes,
     }
+
+
+def differing_options(a: ComparedModel, b: ComparedModel) -> tuple[str, ...]:
+    """Return a note on the options that differ between the configs of two models of one library."""
+    if isinstance(a.model, Decoder) and isinstance(b.model, Decoder):
+        configs = [flatten(side.model.config.to_dict()) for side in (a, b)]
+    elif isinstance(a.model, Decoder) or isinstance(b.model, Decoder):
+        return ()
+    else:
+        configs = [flatten(side.model.config.to_diff_dict()) for side in (a, b)]
+    names = [name for name in configs[0] | configs[1] if name not in _NOT_OF_THE_MODEL]
+    differing = [
+        f"{name} ({show(configs[0].get(name))} in A, {show(configs[1].get(name))} in B)"
+        for name in names
+        if configs[0].get(name) != configs[1].get(name)
+    ]
+    return (f"options differ: {', '.join(differing)}",) if differing else ()
+
+
+_NOT_OF_THE_MODEL = {"_name_or_path", "dtype", "transformers_version", "architectures", "use_cache"}
+"""Options of a transformers config that do not change what the model computes in its dtype."""
 
 
 def _tensors(side: ComparedModel, other: ComparedModel) -> dict[str, Tensor]:
