@@ -185,20 +185,3 @@ def test_another_digit_is_a_difference(tmp_path: Path, name: str, digit: str) ->
     (other / name).write_text(text.replace(digit, "1", 1))
 
     assert differences(trained(), other)[0].startswith(name)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (1, 1.0),
-        ({"a": None}, {}),
-        ([1], [1, 2]),
-        (torch.zeros(2), torch.zeros(1, 2)),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
-        (torch.tensor([torch.nan]), torch.tensor([0.5])),
-    ],
-    ids=repr,
-)
-def test_values_that_differ(one: Any, other: Any) -> None:
-    assert len(differing(one, other, "value")) == 1
-    assert differing(one, one, "value") == []
