@@ -8,10 +8,8 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.prepare import DataConfig, prepare
@@ -24,7 +22,7 @@ from moe_ffn.runs.folder import (
     make_run_folder,
 )
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
-from tests.helpers.same_run import differences, differing, require_same, snapshot
+from tests.helpers.same_run import differences, require_same, snapshot
 from tests.helpers.synthetic_run import change
 from tests.helpers.tiny_runs import (
     NEWEST,

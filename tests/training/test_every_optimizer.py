@@ -460,5 +460,3 @@ def test_warm_up_in_steps_and_as_a_part_is_refused(tag: str) -> None:
         "schedule: warmup_steps (9) and warmup_fraction (0.1) both set the length of the warm-up; leave "
         "warmup_steps null, or warmup_fraction at 0.05"
     ]
-
-
