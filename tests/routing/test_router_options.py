@@ -324,6 +324,21 @@ def test_a_unit_of_each_expert_chooses_and_weighs_and_no_weight_is_negative() ->
     assert routing.weights_N.tolist() == pytest.approx([1 + 0.5 * first, 0])
 
 
+def test_the_pairs_equal_those_worked_by_hand() -> None:
+    logits = torch.tensor([[0.5, -1.0, 0.0, 2.0], [-1.0, -2.0, -0.5, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    for training in (True, False):
+        routing = route(ReLURouterConfig(), logits, training=training)
+        assert real_pairs(routing) == [
+            [(0, 0.5), (3, 2.0)],  # 0 is not positive
+            [],
+            [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0)],
+        ]
+        assert routing.logits_TE is not None
+        assert routing.scores_TE is not None
+        assert torch.equal(routing.scores_TE, logits.clamp(min=0))
+        assert torch.equal(routing.logits_TE, logits)
+
+
 def test_k_is_a_target_for_the_rule_and_changes_no_pair() -> None:
     logits = random_logits(30, 5)
     few, many = (route(ReLURouterConfig(k=k), logits) for k in (0.5, 4.0))
