@@ -24,6 +24,7 @@ from tests.helpers.synthetic_run import (
     Written,
     change,
     make_result,
+    row_of,
     write_metrics,
     write_run,
 )
@@ -256,6 +257,31 @@ def test_the_axis_of_a_single_validation_begins_at_0(tmp_path: Path) -> None:
     (figure,) = Written(tmp_path).figures["Loss"]
     assert figure["data"][0]["x"] == [100]
     assert figure["layout"]["xaxis"]["rangemode"] == "tozero"
+
+
+def test_the_last_values_and_the_healthy_ranges_need_no_pointer(
+    folder: Path, page: Written
+) -> None:
+    run = read_runs([folder])[0]
+    (loss,) = page.figures["Loss"]
+    assert [trace["name"] for trace in loss["data"]] == [
+        f"training {run.series('train/loss').last:.4f}",
+        f"validation {run.series('validation/loss').last:.4f}",
+        "unigram model 3.0800",
+        "5-gram model 1.2100",
+    ]
+    (max_violation,) = page.figures["MaxVio"]
+    (band,) = max_violation["layout"]["shapes"]
+    assert (band["y0"], band["y1"]) == (0, 1)
+    last = [run.layers[f"layer_{n:02d}"]["max_violation"].last or 0 for n in range(4)]
+    cells = [f"{value:.2f}" for value in last]
+    assert row_of(
+        page.text, ["MaxVio", *cells, "0 at perfect balance; healthy below 1; at most E / k - 1"]
+    )
+    logits = [run.layers[f"layer_{n:02d}"]["logit_max"].last or 0 for n in range(4)]
+    assert max(logits) < 20
+    dead = '<th scope="row">Dead experts</th><td>0</td><td class="bad">1</td><td>0</td>'
+    assert dead in page.body, "expert 1 of layer 1 is dead"
 
 
 CONSTANT = """

@@ -263,6 +263,35 @@ def test_a_list_is_one_column_per_expert() -> None:
     }
 
 
+def test_each_key_is_a_column_of_the_rows_that_have_it(tmp_path: Path) -> None:
+    rows = table(
+        tmp_path,
+        {"step": 2, "train/loss": 3.5},
+        {"step": 4, "train/loss": 3.0, "other": None},
+        {"step": 4, "validation/loss": 2.5, "load": [0.25, 0.75]},
+    )
+
+    assert columns(rows) == {
+        "train/loss": ([2, 4], [3.5, 3.0]),
+        "validation/loss": ([4], [2.5]),
+        "load/expert_00": ([4], [0.25]),
+        "load/expert_01": ([4], [0.75]),
+    }
+    assert len(rows) == 2
+    assert list(rows) == [
+        {"step": 2, "train/loss": 3.5},
+        {
+            "step": 4,
+            "train/loss": 3.0,
+            "validation/loss": 2.5,
+            "load/expert_00": 0.25,
+            "load/expert_01": 0.75,
+        },
+    ]
+    assert rows.column("validation/loss").last == 2.5
+    assert len(rows.column("nothing")) == 0
+
+
 def test_a_run_without_rows_has_an_empty_table(tmp_path: Path) -> None:
     for rows in (Rows(), Rows(read_lines(tmp_path / "metrics.jsonl", Row))):
         assert (rows.columns, list(rows)) == ({}, [])
