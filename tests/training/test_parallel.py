@@ -66,9 +66,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "kimi": MOE
     | {
         "router": "sigmoid_top_k",
-        "experts": {"type": "latent", "width": 16, "experts": NORMED | {"output": {}}},
+        "experts": {"type": "latent", "width": 16, "experts": {"type": "normed", "output": {}}},
         "shared_expert": "swiglu",
-        "capacity": {"factor": 1.0},
     },
 }
 """A layer of each kind; `few` and `two` have fewer experts than there may be ranks."""
@@ -173,7 +172,7 @@ def require_the_step_of_one_process(
     ("name", "models"),
     [
         ("DDP 2", ["capacity sigmoid threshold elastic"]),
-        ("EP 2 x FSDP 2", ["sigmoid shared few chain", COUPLED]),
+        ("EP 2 x FSDP 2", ["capacity sigmoid shared nested few chain", COUPLED]),
     ],
 )
 def test_ranks_take_the_step_of_one_process(
