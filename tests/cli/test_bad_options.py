@@ -119,23 +119,12 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "--optimizer.type sgd --optimizer.momentum 0 --optimizer.nesterov true": (
         "optimizer: nesterov (true) needs a momentum above 0, got momentum 0; give one, such as 0.9"
     ),
-    "--optimizer.schedule.warmup_steps 9 --optimizer.schedule.warmup_fraction 0.1": (
-        "optimizer.schedule: warmup_steps (9) and warmup_fraction (0.1) both set the length of the warm-up; "
-        "leave warmup_steps null, or warmup_fraction at 0.05"
-    ),
     "--optimizer.schedule.type constant --optimizer.schedule.final_fraction 0": (
         "optimizer.schedule.final_fraction: unknown with optimizer.schedule.type 'constant'; it belongs to "
         "type 'linear' or 'cosine' or 'wsd': leave it out, or add --optimizer.schedule.type linear"
     ),
     "--run.name a/b": ("run.name: must be the name of one folder, up to 200 bytes, got 'a/b'"),
     # Combinations.
-    "--model.ffn.num_experts 4 --model.ffn.router.k 5": (
-        "model.ffn: router.k (5) must not exceed num_experts (4); lower router.k or raise num_experts"
-    ),
-    "--model.ffn.router.k 1 --model.ffn.router.renormalize true": (
-        "model.ffn.router: renormalize (true) with k (1) makes every weight a constant 1, so the "
-        "router would never learn; set renormalize: false or k >= 2"
-    ),
     "--model.attention.num_heads 3": (
         "model: attention.num_heads (3) must divide d_model (16), or set attention.head_dim"
     ),

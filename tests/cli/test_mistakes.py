@@ -261,8 +261,15 @@ def place(moe_run: Any, tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactor
     return place
 
 
+@pytest.fixture(scope="module")
+def before(place: Path) -> dict[str, Any]:
+    return snapshot(place)
+
+
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_one_sentence(place: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_a_mistake_is_one_sentence(
+    place: Path, before: dict[str, Any], monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
     monkeypatch.chdir(place)
     program, *words = shlex.split(line)
     room = "experiments" if program == "benchmark" else "moe_ffn.cli"
@@ -270,7 +277,6 @@ def test_a_mistake_is_one_sentence(place: Path, monkeypatch: pytest.MonkeyPatch,
         pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    before = snapshot(place)
 
     done = run_here(*words, program=f"{room}.{program}")
 

@@ -12,7 +12,6 @@ import torch
 from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn
 from moe_ffn.config.errors import UseCase
 from moe_ffn.ffn import DenseConfig
-from moe_ffn.ffn.moe import MoEFFN
 
 OWN_FFN = """
 from torch import Tensor, nn
@@ -67,22 +66,6 @@ def own_file(tmp_path: Path) -> Path:
 def test_every_way_to_name_a_block_builds_it(config: Any) -> None:
     ffn = build_ffn(config, d_model=8)
     assert sum(parameter.numel() for parameter in ffn.parameters()) == 2 * 8 * 32
-
-
-def test_nested_options_reach_their_parts() -> None:
-    config = {
-        "type": "moe",
-        "num_experts": 3,
-        "router": {"type": "top_k", "k": 1},
-        "experts": {"type": "mlp", "d_ff": 5},
-        "capacity": {"factor": 1.25},
-        "shared_expert": "swiglu",
-    }
-    ffn = build_ffn(config, d_model=8)
-    assert isinstance(ffn, MoEFFN)
-    assert ffn.get_parameter("experts.up").shape == (3, 5, 8)
-    assert ffn.capacity.factor == 1.25
-    assert ffn(torch.zeros(2, 8)).routing is not None
 
 
 # ---------------------------------------------------------------------------- a custom class

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn
 from moe_ffn.config.errors import UseCase
-from moe_ffn.ffn.ngram_memory import NgramMemoryConfig, NgramMemoryFFN, NgramTables, primes_from
+from moe_ffn.ffn.ngram_memory import NgramMemoryConfig, NgramMemoryFFN, NgramTables
 from moe_ffn.kernels import memory
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.routing.base import Float32RMSNorm
@@ -122,25 +122,6 @@ def test_a_token_is_seen_by_the_n_grams_and_taps_that_hold_it() -> None:
     block.conv.taps_KD.data.zero_()
     moved = (block(x, TokenContext(token_ids=altered)).hidden - block(x, context).hidden).abs()
     assert (moved.amax(dim=(0, 2)) > 1e-6).tolist() == [True] * 3 + [False] * 6
-
-
-def test_tables_have_different_primes_and_rows_are_used_evenly() -> None:
-    assert primes_from(10, 4) == (11, 13, 17, 19)
-    assert primes_from(1, 3) == (2, 3, 5)
-    assert primes_from(2**20, 1) == (1_048_583,)
-    tables = NgramTables(NgramMemoryConfig(num_heads=2, num_rows=500, row_width=1), D)
-    assert tables.sizes == (503, 509, 521, 523)
-    first, second = torch.arange(400).split(200)
-    pairs_P2 = torch.cartesian_prod(first, second)
-    places_P4 = tables.row_ids(pairs_P2, None)[:, 1]  # of the second token: all pairs, 40,000
-    for places_P, size, begin in zip(places_P4.T, tables.sizes, (0, 503, 1012, 1533), strict=True):
-        assert begin <= places_P.min() <= places_P.max() < begin + size
-        counts = torch.bincount(places_P - begin, minlength=size).double()
-        # Of a random function: a mean of 80, whose variance is about that too.
-        assert 0.5 < counts.var() / counts.mean() < 2
-    # Those that share a row of the first table do not share one of the second.
-    shared = places_P4[places_P4[:, 0] == places_P4[0, 0], 1]
-    assert len(shared.unique()) > 0.8 * len(shared)
 
 
 def test_the_hash_is_that_by_which_saved_tables_were_trained() -> None:

@@ -173,19 +173,6 @@ def check_reason(said: str, name: str, reason: str) -> None:
     assert "weights_only" not in said, f"torch's advice to run the code: {said}"
 
 
-@pytest.mark.slow
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
-    folder = unfinished_copy(tmp_path)
-    os.truncate(folder / CHECKPOINTS_FOLDER / NEWEST, 1000)
-
-    done = run_here("--resume", str(folder))
-
-    assert done.code == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("resuming "))
-    assert f"from {OLDER}; newer ones cannot be used: {NEWEST} does not end in its checksum" in line
-    require_same(trained(), folder)
-
-
 def test_a_run_without_checkpoints_restarts_and_ends_the_same(tmp_path: Path) -> None:
     folder = unfinished_copy(tmp_path)
     shutil.rmtree(folder / CHECKPOINTS_FOLDER)

@@ -1,23 +1,34 @@
-"""Tables on the screen: the rows of a model are its total, a run's end shows only what was measured."""
+"""Tables on the screen and figures of a run; test_arm_figures.py has the figures of several runs."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from moe_ffn.cli.command_line import parse_config
+from moe_ffn.metrics.plotting import label
+from moe_ffn.metrics.table import RUN_METRICS
+from moe_ffn.report import figures as functions
+from moe_ffn.report.drawing import average, rounded
+from moe_ffn.report.figures import NotMeasuredError
+from moe_ffn.report.run_summary import evenly_chosen
 from moe_ffn.report.tables import load_table, model_table, print_results, unused_experts
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.json_files import Summary, plain_values
+from moe_ffn.runs.reader import Run, read_run
+from moe_ffn.runs.rows import Series
 from moe_ffn.runs.train.ending import window_losses, write_summary
+from tests.helpers.synthetic_run import MEASURES, write_run
 
 VOCAB_SIZE = 257
 UNIT = {"k": 1e3, "M": 1e6, "G": 1e9}
@@ -220,3 +231,205 @@ def test_neighbouring_windows_are_one_where_there_are_very_many() -> None:
     assert len(found) == 834
     assert found[:2] == [1.0, 4.0]
     assert found[-1] == 2499.0
+
+
+# -- figures of a run, as a notebook asks for them
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+figures: Any = functions
+"""The module without types, because plotly's types do not describe the content of a figure."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return read_run(write_run(tmp_path_factory.mktemp("runs") / "moe", layers=2, experts=4))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return read_run(write_run(tmp_path_factory.mktemp("runs") / "dense", experts=0))
+
+
+def lines(figure: Any) -> dict[str, Any]:
+    """Name of each line -> it."""
+    return {trace.meta["name"]: trace for trace in figure.data}
+
+
+CURVES = {
+    "loss": ("Loss", {"training": "train/loss", "validation": "validation/loss"}),
+    "bits_per_byte": ("Bits per byte", {"validation": "validation/bits_per_byte"}),
+    "tokens": ("Tokens read", {"tokens": "train/tokens"}),
+    "tokens_per_second": ("Throughput", {"training": "train/tokens_per_second"}),
+    "learning_rate": ("Learning rate", {"learning rate": "train/learning_rate"}),
+    "distillation": ("Distillation loss", {"KL divergence": "train/distillation"}),
+    "coupling": ("Expert-router coupling", {"loss, before its weight": "train/coupling"}),
+    "gradient_norm": ("Gradient norm", {"gradient norm": "train/gradient_norm"}),
+    "objective": ("Objective", {"objective": "train/objective"}),
+    "skipped_steps": ("Skipped steps", {"optimizer steps": "train/skipped_steps"}),
+}
+
+
+@pytest.mark.parametrize("key", RUN_METRICS)
+def test_a_curve_has_the_rows_of_its_columns(run: Run, key: str) -> None:
+    title, columns = CURVES[key]
+    if key in ("skipped_steps", "distillation", "coupling"):
+        with pytest.raises(NotMeasuredError, match=f"run 'moe' has no train/{key}"):
+            figures.curve(run, key)
+        return
+    check_curves(figures.curve(run, key), title, columns, run)
+
+
+def check_line(trace: Any, series: Series) -> None:
+    assert list(trace.x) == list(series.steps)
+    assert trace.y == pytest.approx(list(series.values), rel=1e-6)
+
+
+def check_curves(figure: Any, title: str, columns: dict[str, str], run: Run) -> None:
+    assert figure.layout.title.text == figure.layout.meta["title"] == title
+    drawn = lines(figure)
+    for name, key in columns.items():
+        check_line(drawn.pop(name), run.series(key))
+    assert list(drawn) == (["unigram model", "5-gram model"] if title == "Loss" else [])
+
+
+def test_the_balancing_losses_are_in_one_figure(run: Run) -> None:
+    columns = {"load balance": "train/load_balance", "router z": "train/router_z"}
+    check_curves(figures.balancing_losses(run), "Balancing losses", columns, run)
+
+
+@pytest.mark.parametrize("layer", [1, "layer_01"])
+def test_a_load_is_shown_as_multiples_of_the_even_share(run: Run, layer: int | str) -> None:
+    figure = figures.load(run, layer)
+    (trace,) = figure.data
+
+    shares = [list(series.values) for series in run.loads["layer_01"]]
+    assert figure.layout.title.text == "Load, layer 1"
+    assert list(trace.x) == list(run.loads["layer_01"][0].steps)
+    np.testing.assert_allclose(trace.z, 4 * np.array(shares), atol=1e-4)
+    assert dict(trace.colorscale)[1 / 4] == "#f7f7f5", "even is the middle of the colours"
+    assert (trace.zmin, trace.zmax) == (0, 4), "as its colour bar says"
+
+
+@pytest.mark.parametrize("key", MEASURES)
+def test_a_measure_has_a_line_for_each_layer(run: Run, key: str) -> None:
+    figure = figures.measure(run, key)
+
+    layers = run.validated_layers if key == "coactivation_max" else run.layers
+    drawn = lines(figure)
+    for number in (0, 1):
+        check_line(drawn.pop(f"layer {number}"), layers[f"layer_{number:02d}"][key])
+    assert list(drawn) == (["log 4"] if key.startswith("entropy") else [])
+    if drawn:
+        assert drawn["log 4"].y == pytest.approx([math.log(4)] * 2)
+
+
+def test_a_measure_of_many_layers_has_a_row_for_each(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "deep", layers=7, experts=2, rows=20))
+    (trace,) = figures.measure(run, "max_violation").data
+    assert list(trace.y) == list("0123456")
+    values = [list(layer["max_violation"].values) for layer in run.layers.values()]
+    np.testing.assert_allclose(np.array(trace.z, dtype=float), values, rtol=1e-6)
+
+
+def test_co_activation_is_that_of_the_summary(run: Run) -> None:
+    figure = figures.coactivation(run, 1)
+
+    expected_EE = np.array(run.validated["layer_01"]["coactivation"])
+    assert figure.layout.title.text == "Co-activation, layer 1"
+    titles = figure.layout.xaxis.title.text, figure.layout.yaxis.title.text
+    assert titles == ("expert j", "expert i"), "a row is of the tokens of expert i"
+    np.fill_diagonal(expected_EE, np.nan)
+    drawn_EE = np.array(figure.data[0].z, dtype=float)
+    np.testing.assert_allclose(drawn_EE, expected_EE, atol=1e-4)
+    assert (
+        "If all pairs were equally frequent, every cell would be 33.3%."
+        in figure.layout.meta["note"]
+    )
+
+
+def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: Run) -> None:
+    figure = figures.overlay_measure({"moe": [run, run], "dense": [dense]}, "max_violation")
+    means = np.mean([layer["max_violation"].values for layer in run.layers.values()], axis=0)
+    (trace,) = figure.data
+    assert trace.meta["name"] == "moe"
+    assert trace.y == pytest.approx(means, rel=1e-6)
+    assert "Mean over the layers and seeds." in figure.layout.meta["note"]
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (
+            lambda run, _: figures.load(run, 7),
+            "run 'moe' has this figure for layer_00, layer_01, not",
+        ),
+        (
+            lambda _, dense: figures.load(dense, 0),
+            "run 'dense' has this figure for no layer, not for",
+        ),
+        (lambda run, _: figures.measure(run, "none"), "there is no metric 'none'; there are "),
+        (lambda _, dense: figures.measure(dense, "churn"), "run 'dense' has no churn for any"),
+        (lambda _, dense: figures.balancing_losses(dense), "'dense' has no balancing losses"),
+        (lambda _, dense: figures.overlay_measure({"a": [dense]}, "churn"), "no run has 'Churn'"),
+    ],
+)
+def test_figures_without_measurements_raise_not_measured(
+    run: Run, dense: Run, draw: Callable[[Run, Run], Any], said: str
+) -> None:
+    with pytest.raises(NotMeasuredError, match=said):
+        draw(run, dense)
+
+
+def series(steps: list[int], values: list[float]) -> Series:
+    return Series(array("q", steps), array("d", values))
+
+
+Points = tuple[list[int], list[float]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_points", "steps", "values"),
+    [
+        ([([2, 4, 9], [1.0, math.nan, math.inf])], 3, [2, 4, 9], [[1, None, None]]),
+        # Steps 0 to 9 in 2 bins of 4.5 steps: 0 1 2 3 4 | 5 6 7 8 9.
+        ([([*range(10)], [float(step) for step in range(10)])], 2, [2, 7], [[2, 7]]),
+        # Bins of 1.5 steps: 0 1 | 2 3.
+        ([([0, 1, 2, 3], [4.0, math.nan, math.inf, math.nan])], 2, [0.5, 2.5], [[4, None]]),
+        # Bins of 33.3 steps: 0 1 2 | | 100.
+        ([([0, 1, 2, 100], [1.0, 3.0, 5.0, 7.0])], 3, [1, 100], [[3, 7]]),
+        (
+            [([1, 2], [0.5, 0.25]), ([2, 3], [1.0, 2.0])],
+            10,
+            [1, 2, 3],
+            [[0.5, 0.25, None], [None, 1, 2]],
+        ),
+    ],
+    ids=["few steps stay", "means of bins", "of finite values", "an empty bin", "rows share steps"],
+)
+def test_series_as_few_points(
+    rows: list[Points], max_points: int, steps: list[float], values: list[list[float | None]]
+) -> None:
+    assert average([series(*row) for row in rows], max_points) == (steps, values)
+
+
+@pytest.mark.parametrize("length", [1, 499, 500, 501, 12_345])
+def test_there_are_never_more_points_than_asked_for(length: int) -> None:
+    steps, (values,) = average([series([10 * n for n in range(length)], [1.0] * length)], 500)
+    assert len(steps) == len(values) == min(length, 500)
+    assert set(values) == {1}
+
+
+def test_numbers_keep_seven_digits_and_long_names_leave_room_for_the_plot() -> None:
+    assert rounded(1.23456789) == 1.234568
+    assert repr(rounded(40.0)) == "40"
+    assert label("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 23
+    assert label("a" * 44) == "a" * 44
+    assert label("a" * 45) == "a" * 20 + "…" + "a" * 23
+
+
+def test_some_of_many_are_evenly_chosen_with_the_first_and_the_last() -> None:
+    assert evenly_chosen(list(range(9)), 3) == [0, 4, 8]
+    assert evenly_chosen(list(range(32)), 2) == [0, 31]
+    assert evenly_chosen([1, 2], 3) == [1, 2]

@@ -260,20 +260,6 @@ def test_weights_are_the_softmax_probabilities_of_the_forced_experts() -> None:
         assert [w for _, w in pairs] == pytest.approx([math.exp(row[e]) / total for e, _ in pairs])
 
 
-@pytest.mark.parametrize("skew", [0.0, 0.3, 1.0])
-def test_padding_takes_no_turn(skew: float) -> None:
-    config = ForcedRouterConfig(k=2, skew=skew)
-    logits = random_logits(12, 4)
-    mask = torch.tensor([False] * 2 + [True] * 3 + [False] * 2 + [True] * 5)  # 8 real tokens
-    padded = route(config, logits, mask=mask)
-    real = [
-        experts for experts, kept in zip(experts_of(padded), mask.tolist(), strict=True) if kept
-    ]
-    assert real == experts_of(route(config, logits[mask]))
-    if skew == 0:
-        assert load_of(padded) == [4, 4, 4, 4]
-
-
 MASK = 0xFFFFFFFF
 
 

@@ -25,7 +25,6 @@ from tests.helpers.every_router import (
     experts_of,
     identity_router,
     random_logits,
-    real_pairs,
     route,
 )
 
@@ -170,26 +169,6 @@ def test_both_score_rules_as_worked_by_hand() -> None:
 
 
 PROBABILITIES = [0.15, 0.5, 0.05, 0.3]
-
-
-@pytest.mark.parametrize(
-    ("options", "experts"),
-    [
-        ({"p": 0.4}, [1]),
-        ({"p": 0.6}, [1, 3]),  # 0.5 < 0.6 <= 0.8
-        ({"p": 0.85}, [1, 3, 0]),  # 0.8 < 0.85 <= 0.95
-        ({"p": 0.97}, [1, 3, 0, 2]),
-        ({"p": 0.97, "max_k": 2}, [1, 3]),
-    ],
-    ids=str,
-)
-def test_the_experts_equal_those_worked_by_hand(
-    options: dict[str, Any], experts: list[int]
-) -> None:
-    routing = route(TopPRouterConfig(**options), torch.tensor([PROBABILITIES]).log())
-    (pairs,) = real_pairs(routing)
-    assert [e for e, _ in pairs] == experts
-    assert [w for _, w in pairs] == pytest.approx([PROBABILITIES[e] for e in experts])
 
 
 def test_renormalized_weights_add_up_to_one_over_the_chosen() -> None:

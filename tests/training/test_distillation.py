@@ -36,7 +36,7 @@ from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objectiv
 from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint
 from tests.helpers.fitted import MakeConfig
 from tests.helpers.same_run import differences
-from tests.helpers.tiny_runs import run_here, trained
+from tests.helpers.tiny_runs import finished_copy, run_here, trained
 
 EVALUATE = "moe_ffn.cli.evaluate"
 TARGETS = torch.tensor([[1, IGNORED_TARGET, 0], [2, 2, IGNORED_TARGET]])
@@ -181,8 +181,8 @@ def test_a_run_learns_from_stored_answers_as_from_their_teacher(
     )
 
 
-def test_stored_answers_do_not_overwrite_another_file(run_train: Any, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--trainer.max_steps", "1").folder
+def test_stored_answers_do_not_overwrite_another_file(tmp_path: Path) -> None:
+    run = finished_copy(tmp_path)
     weights = run / "model" / "model.safetensors"
     before = weights.read_bytes()
 
