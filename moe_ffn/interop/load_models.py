@@ -123,9 +123,9 @@ def load_with_info(
     folder: Path, *, accepts_encoder: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Return a language model, read from config.json and safetensors only, and transformers'
-    `output_loading_info`, such as `missing_keys`; for errors see `route_text`, but weights that are missing or
-    of another shape raise nothing. `options` go to `from_pretrained`; `accepts_encoder` also loads an encoder
-    with a decoder.
+    `output_loading_info`, such as `missing_keys`; for errors see `route_text`, but weights that are missing
+    or of another shape raise nothing. `options` go to `from_pretrained`; `accepts_encoder` also loads an
+    encoder with a decoder.
     """
     transformers = import_optional("transformers", NEED_TRANSFORMERS)
     config = read_object(folder / MODEL_CONFIG_FILE) or {}

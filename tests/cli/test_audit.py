@@ -88,6 +88,17 @@ def test_weights_that_are_not_loaded_are_named(audit: Audit, folder: Path, tmp_p
     assert "are in the files, but the model does not use them" in out
 
 
+def test_weights_of_another_shape_are_named(audit: Audit, folder: Path, tmp_path: Path) -> None:
+    other = save(tmp_path / "other", num_experts=8)
+    shutil.copy(folder / "config.json", other)
+
+    code, out, _ = audit(other)
+
+    assert code == 1
+    assert "have another shape in the files, and are random" in out
+    assert "model.layers.0.mlp.gate.weight (8, 32), not (6, 32)" in " ".join(out.split())
+
+
 def test_an_encoder_with_a_decoder_is_loaded(audit: Audit, folder: Path, tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "switch_transformers", vocab_size=257, d_model=16, d_kv=8, d_ff=24, num_heads=2, num_layers=2,
@@ -116,6 +127,7 @@ def test_an_adapter_is_checked_on_its_base(audit: Audit, folder: Path, tmp_path:
     code, out, _ = audit(tmp_path / "adapter")
     assert code == 0
     assert "every tensor of the adapter has its place" in out
+    assert "was trained on" not in out
     assert "expert tensors" in out
     assert "are not adapted" in out
 
@@ -125,6 +137,24 @@ def test_an_adapter_is_checked_on_its_base(audit: Audit, folder: Path, tmp_path:
     code, out, _ = audit(tmp_path / "adapter")
     assert code == 1
     assert "match nothing in the model and have no effect" in out
+
+
+def test_another_base_of_equal_shapes_is_noticed(
+    audit: Audit, folder: Path, tmp_path: Path
+) -> None:
+    adapter_for(folder, tmp_path / "adapter")
+    code, out, _ = audit(tmp_path / "adapter", "--base", save(tmp_path / "other"))
+    assert code == 0
+    assert f"the adapter was trained on '{folder}', and is audited on" in " ".join(out.split())
+
+
+def lacking(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    shutil.copytree(folder, tmp_path / "lacking")
+    path = tmp_path / "lacking" / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.0.mlp.experts.1.up_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    return (tmp_path / "lacking",)
 
 
 def wider(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
@@ -158,6 +188,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
         "LlamaForCausalLM has no sparse layer: none of our blocks, and no module of experts",
     ),
     "another base": (wider, "is not an adapter for"),
+    "a tensor of one expert": (
+        lacking,
+        "lacks 'model.layers.0.mlp.experts.1.up_proj.weight', which its other experts have; copy the",
+    ),
     "base is elsewhere": (far_base, "is an adapter for 'some/model', which is not a folder here"),
     "base of a model": (
         lambda folder, tmp_path: (folder, Path("--base"), folder),

@@ -211,6 +211,44 @@ def test_an_adapter_is_compared_with_its_base(qwen: Path, ours: Path, tmp_path: 
     assert len(moe_ffn.diff(mine, ours, TEXT).tensors) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_adapter_is_merged_into_the_base_that_it_names(qwen: Path, tmp_path: Path) -> None:
+    adapter = adapt(AutoModelForCausalLM.from_pretrained(qwen), tmp_path / "a", "experts.down_proj")
+    peft: Any = pytest.importorskip("peft", reason="peft is not installed here")
+    base = AutoModelForCausalLM.from_pretrained(qwen)
+    merged = peft.PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+
+    found = moe_ffn.diff(adapter, tmp_path / "merged", TEXT)
+
+    assert (found.tensors, found.kl, found.notes) == ((), 0, ())
+
+
+# -- options
+
+
+def test_options_that_differ_are_named(qwen: Path, tmp_path: Path) -> None:
+    other = save_theirs("qwen3_moe", tmp_path / "b", norm_topk_prob=True)
+    assert moe_ffn.diff(qwen, other, TEXT).notes == (
+        "options differ: norm_topk_prob (False in A, True in B)",
+    )
+    ffn = {"type": "moe", "num_experts": 4}
+    one, two = save_ours(tmp_path / "c"), save_ours(tmp_path / "d", ffn=ffn)
+    assert moe_ffn.diff(one, two, TEXT).notes == (
+        "options differ: ffn.router.renormalize (True in A, False in B)",
+    )
+
+
+def test_another_number_of_experts_for_each_token_is_compared_without_replay(
+    qwen: Path, tmp_path: Path
+) -> None:
+    other = save_theirs("qwen3_moe", tmp_path / "b", num_experts_per_tok=2)
+    found = moe_ffn.diff(qwen, other, TEXT)
+    assert "options differ: num_experts_per_tok (3 in A, 2 in B)" in found.notes[0]
+    assert "the experts of A are not replayed: replay: layer_00 has 2 experts" in found.notes[1]
+    assert (found.flipped, found.kl_replayed) == (1, None)
+
+
 # -- models without routing, or with routers that choose again
 
 
@@ -221,7 +259,7 @@ def test_dense_models_are_compared_without_routing(tmp_path: Path) -> None:
     assert found.verdict.endswith("There is no routing to compare.")
     assert "routing is not compared: A and B have no sparse layers" in found.notes[0]
     mixed = moe_ffn.diff(save_ours(tmp_path / "c", ffn="swiglu"), save_ours(tmp_path / "d"), TEXT)
-    assert "routing is not compared: A has no sparse layers" in mixed.notes[0]
+    assert "routing is not compared: A has no sparse layers" in mixed.notes[-1]
     assert any("router" in name for name in mixed.only_b)
 
 
@@ -354,11 +392,25 @@ def changed(**options: Any) -> Callable[[Path], Path]:
     return lambda folder: save_theirs("qwen3_moe", folder, **options)
 
 
+def files_of(**options: Any) -> Callable[[Path], Path]:
+    """Return a function that writes the config of the model, and files of another."""
+
+    def make(folder: Path) -> Path:
+        config = save_theirs("qwen3_moe", folder).joinpath("config.json").read_text()
+        save_theirs("qwen3_moe", folder, **options).joinpath("config.json").write_text(config)
+        return folder
+
+    return make
+
+
 DIFFERENT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "vocabulary": (changed(vocab_size=300), "A has a vocabulary of 257 tokens and B of 300"),
     "layers": (changed(num_hidden_layers=3), "A has 2 layers and B has 3"),
     "experts": (changed(num_experts=8), "layer 0 has 6 experts in A and 8 in B"),
     "dense layer": (changed(mlp_only_layers=[1]), "layer 1 is sparse in A and dense in B"),
+    "size of a tensor": (
+        files_of(num_experts=8), "down_proj' as (8, 32, 24), but its config.json requires (6, 32, 24); copy",
+    ),
     "width": (changed(head_dim=20), "self_attn.q_proj.weight is (48, 32) in A and (80, 32) in B"),
     "tokenizer": (other_tokenizer, "their tokenizers split the text differently"),
     "adapter of more layers": (adapter_of(num_hidden_layers=3), "which has no place for base_model.model"),

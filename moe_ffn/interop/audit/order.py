@@ -82,13 +82,15 @@ def _layer(probe: Probe, layer: SparseLayer, losses_BS: Tensor) -> Iterator[Find
         largest, loss = max(abs(rise) for rise, *_ in rises), losses_BS.nanmean().item()
         if largest <= ALIKE * loss:
             problems.append(check.warns(f"{seen}: they are all alike", COMPARE))
+        elif rise > SEEN * error:
+            pass  # the order is right
         elif largest <= LARGE * loss:
             problems.append(
                 check.skips(f"{seen}: they do similar work, so their order does not show")
             )
         elif rise < -max(CERTAIN * error, LARGE * loss):  # no permutation improves the right order
             problems.append(check.fails(f"{seen}: they are {OTHER_ORDER}", COMPARE))
-        elif rise <= SEEN * error:
+        else:
             problems.append(
                 check.warns(
                     f"{seen}: they are {OTHER_ORDER}, or too little trained to tell",
