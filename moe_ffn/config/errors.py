@@ -164,8 +164,9 @@ def reading(path: Path) -> AbstractContextManager[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if the text is empty."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """Return the first line of an error's text, with the next one after a colon; its type without a text."""
+    first, *others = str(error).splitlines() or [type(error).__name__]
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
 def expand_path(path: str, key: str) -> Path:

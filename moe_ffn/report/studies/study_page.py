@@ -174,7 +174,7 @@ _COVERED = {
     frozenset({"seeds"}): "seeds, not",
     frozenset({"seeds", "windows"}): "seeds, or windows of this text for arms of one seed, not",
 }
-"""What the intervals of arms are over -> what they cover, and how the sentence goes on."""
+"""Kinds of the intervals of arms -> what they cover, and how the sentence goes on."""
 
 
 def _short_verdict(comparison: Comparison) -> str:
