@@ -415,7 +415,7 @@ DIFFERENT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tokenizer": (other_tokenizer, "their tokenizers split the text differently"),
     "adapter of more layers": (adapter_of(num_hidden_layers=3), "it was trained on 'hub/another'"),
     "adapter of fewer layers": (adapter_of(num_hidden_layers=1), "for which it lacks base_model.model"),
-    "adapter of other widths": (adapter_of(moe_intermediate_size=20), "PeftModelForCausalLM: size mismatch for base"),
+    "adapter of other widths": (adapter_of(moe_intermediate_size=20), "size mismatch for base_model"),
     "adapter as a pickle": (without_safetensors, "has no adapter_model.safetensors; save the adapter as"),
     "nothing": (lambda folder: folder / "x", "is not there; give a run, a model folder of moe_ffn or of"),
     "no model": (lambda folder: folder.parent, "is a folder; give a run, a model folder of moe_ffn"),
