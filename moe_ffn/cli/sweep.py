@@ -24,7 +24,6 @@ import statistics
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -255,6 +254,5 @@ def train(sweep: Sweep) -> int:
     for job in failed:
         log.warning("%s: %s", job.name, printable(job.problem))
     if len(failed) < len(sweep.jobs):
-        note = "" if find_spec("scipy") else " (needs scipy: pip install scipy)"
-        print(f"\ncompare them: {command('compare')} {folder}{note}")
+        print(f"\ncompare them: {command('compare')} {folder}")
     return 1 if failed else 0

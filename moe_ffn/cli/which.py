@@ -27,7 +27,6 @@ from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.runs.config import folder_name_problem
 from moe_ffn.runs.folder import CONFIG_FILE
-from moe_ffn.studies.statistics import t_quantile
 from moe_ffn.studies.sweep import format_duration
 from moe_ffn.studies.which import PAGE_FILE, QUESTION_FILE, ROUNDS, Answer, Question, Search
 from moe_ffn.training.monitoring.hardware import num_cores
@@ -35,7 +34,6 @@ from moe_ffn.training.monitoring.hardware import num_cores
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv or ["--help"])
-    t_quantile(0.975, 4)  # if scipy is missing, raises now and not after an hour
     say = partial(print, flush=True)
     folder, question = _begin(args)
     if question is None:

@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn.match import MAX_MISMATCH
@@ -228,10 +229,6 @@ def _minimise(
     law: Law, x: Mapping[str, Array], y: Array, start: Sequence[float] | Array
 ) -> tuple[float, Array]:
     """Return the smallest Huber loss near a start, and its search parameters."""
-    try:
-        from scipy.optimize import least_squares
-    except ImportError:
-        raise ConfigError("fits need scipy: pip install scipy") from None
     minimum = least_squares(
         lambda parameters: (y - law.log_loss(parameters, x)) / DELTA,
         start,

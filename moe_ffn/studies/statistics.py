@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from scipy import special
 
 from moe_ffn.config.errors import ConfigError
 
@@ -46,16 +47,8 @@ class Interval(NamedTuple):
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile of Student's t; raise ConfigError if scipy is not installed."""
-    return float(_scipy_special().stdtrit(degrees, probability))
-
-
-def _scipy_special() -> Any:
-    try:
-        from scipy import special
-    except ImportError as error:
-        raise ConfigError("intervals over seeds need scipy: pip install scipy") from error
-    return special
+    """Return a quantile of Student's t."""
+    return float(special.stdtrit(degrees, probability))
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
@@ -139,7 +132,7 @@ def _p_value(d: Sequence[float]) -> float:
     error = stdev(d) / math.sqrt(len(d))
     if not error:
         return float(fmean(d) == 0)
-    return float(2 * _scipy_special().stdtr(len(d) - 1, -abs(fmean(d) / error)))
+    return float(2 * special.stdtr(len(d) - 1, -abs(fmean(d) / error)))
 
 
 def equality_p_value(d: Sequence[float], margin: float) -> float:
@@ -151,7 +144,7 @@ def equality_p_value(d: Sequence[float], margin: float) -> float:
     error, distance = stdev(d) / math.sqrt(len(d)), margin - abs(fmean(d))
     if not error:
         return float(distance <= 0)
-    return float(_scipy_special().stdtr(len(d) - 1, -distance / error))
+    return float(special.stdtr(len(d) - 1, -distance / error))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -178,7 +171,7 @@ def detectable_difference(
     of freedom) exceeds the critical value t(1 - alpha / 2) with probability `power` (Cohen 1988, chapter 2).
     The estimate s is treated as the true standard deviation.
     """
-    special, degrees = _scipy_special(), num_pairs - 1
+    degrees = num_pairs - 1
     noncentrality = special.nctdtrinc(degrees, 1 - power, t_quantile(1 - alpha / 2, degrees))
     return float(noncentrality) * sd / math.sqrt(num_pairs)
 
@@ -191,7 +184,7 @@ def seeds_needed(
     power: float = POWER,
 ) -> int:
     """Return the smallest number of pairs >= `MIN_SEEDS` whose `detectable_difference` is <= `difference`."""
-    quantiles = _scipy_special().ndtri([1 - alpha / 2, power])
+    quantiles = special.ndtri([1 - alpha / 2, power])
     by_normal = (sum(quantiles) * sd / difference) ** 2  # a few less than by Student's t
     num_pairs = max(MIN_SEEDS, math.ceil(by_normal))
     while detectable_difference(sd, num_pairs, alpha=alpha, power=power) > difference:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from moe_ffn.experts.embeddings import EmbeddingExpertsConfig
 from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn import CombineConfig
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.kernels.select import BACKENDS
+from moe_ffn.kernels.select import BACKENDS, BackendName
 from moe_ffn.routing.base import RouterLinear
 from tests.helpers.every_router import build_layer, every_router, make_batch
 
@@ -433,7 +433,7 @@ def test_another_process_runs_an_exported_block(tmp_path: Path) -> None:
 
 
 def test_the_documented_table_is_this_one() -> None:
-    columns = ("auto", *BACKENDS)
+    columns = get_args(BackendName)
     rows = ["| operation | " + " | ".join(f"`{backend}`" for backend in columns) + " |"]
     rows.append("|---" * (len(columns) + 1) + "|")
     for what in (*WHAT, *DEVICES):

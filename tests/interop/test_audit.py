@@ -880,6 +880,19 @@ def a_router_with_one_favourite() -> Case:
     return patched_router(choose)
 
 
+# Less than a collapse may be how the model was trained.
+def test_an_uneven_load_is_a_warning() -> None:
+    def choose(logits: Tensor, weights: Tensor, ids: Tensor) -> Any:
+        token_T = torch.arange(len(ids))
+        busy_T = (1 + token_T % 7).masked_fill(token_T % 10 < 7, 0)  # 0 in 7 of 10 tokens
+        return logits, weights, torch.stack([busy_T, 1 + (token_T + 3) % 7], 1)
+
+    case = patched_router(choose)
+    health = [f for f in audit(case.model, case.batch).findings if f.check == "health"]
+    found = next(f for f in health if "MaxVio 1.8" in f.sentence)
+    assert (found.verdict, found.advice) == ("warn", "the load is uneven: raise the balancing loss")
+
+
 def experts_that_nobody_chooses() -> Case:
     return patched_router(lambda logits, weights, ids: (logits, weights, ids % 6))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -176,14 +175,6 @@ def test_resampled_residuals_have_the_variance_of_the_noise_before_the_fit() -> 
 
 def test_a_percentile_interval_leaves_a_fortieth_off_at_each_end() -> None:
     assert percentile_interval(3, np.arange(1001)) == pytest.approx((3, 25, 975))
-
-
-def test_missing_scipy_is_reported_with_the_install_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ConfigError, match=r"^intervals over seeds need scipy: pip install scipy$"):
-        mean_interval([1.0, 2.0, 3.0])
 
 
 # -- known parameters are found again within their intervals; failed fits give one sentence
