@@ -155,8 +155,17 @@ def test_blocks_stand_side_by_side_at_each_size() -> None:
     assert "| moe | not reached | 0.91, 0.91 |" in result
     assert "- s_moe minus" not in result
     assert lines_of(page.figures["sizes"]) == ["gelu", "moe"]
-    assert [x for trace in page.figures["sizes"].data[2:3] for x in trace.x] == [1e6, 3e6]
+    drawn = page.figures["sizes"].data[2]
+    assert (drawn.name, list(drawn.x)) == ("moe", [1e6, 3e6])
+    assert list(drawn.y) == pytest.approx([0.1, -0.2])
     assert {line.split()[0] for line in lines_of(page.figures["curves"])} == {"l_gelu", "l_moe"}
+
+
+def test_a_line_over_sizes_has_gaps_and_given_intervals() -> None:
+    line = SizedLine("a", {1.0: [1.0], 2.0: [], 4.0: [3.0]}, margins={1.0: 0.5})
+    drawn = over_sizes([line], "size", "title").data[0]
+    assert list(drawn.y) == [1, None, 3]
+    assert list(drawn.error_y.array) == [0.5, 0, 0]
 
 
 def test_the_answer_comes_first_and_results_of_other_arms_are_ignored(

@@ -376,13 +376,15 @@ class SizedLine:
 
     name: str
     points: Mapping[float, Sequence[float]]
-    """Size -> values, one per seed."""
+    """Size -> values, one per seed; a size without values is a gap."""
     curve: Callable[[Any], Any] | None = None
     """Fitted law, drawn between the smallest and the largest size."""
     minimum: Interval | None = None
     """Size at which the law is lowest."""
     labels: Mapping[float, str] = field(default_factory=dict)
     """Size -> words next to its mean."""
+    margins: Mapping[float, float] = field(default_factory=dict)
+    """Size -> half of the interval, if it is not that of the mean over seeds."""
 
 
 def over_sizes(
@@ -400,6 +402,8 @@ def over_sizes(
         "ticktext": [f"{tick:g}" if tick < 1000 else compact(tick) for tick in ticks],
     }
     note = f"Small points are seeds; bars are 95% intervals of the mean, for {MIN_SEEDS} seeds or more."
+    if any(line.margins for line in lines):
+        note += " With one seed, they are over windows of the text."
     if any(line.curve for line in lines):
         note += " Curves are fits."
     if any(line.minimum for line in lines):
@@ -420,10 +424,13 @@ def _ticks(sizes: Sequence[float]) -> Sequence[float]:
 
 def _traces_of(number: int, line: SizedLine) -> list[go.Scatter]:
     xs = sorted(line.points)
-    means = [fmean(line.points[x]) for x in xs]
+    means = [fmean(values) if (values := line.points[x]) else None for x in xs]
     intervals = [mean_interval(line.points[x]) for x in xs]
     margins = [interval.high - interval.value if interval else 0 for interval in intervals]
-    right, left = ("bottom", "top") if means[-1] > means[0] else ("top", "bottom")
+    if line.margins:
+        margins = [line.margins.get(x, 0) for x in xs]
+    first, *_, last = [mean for mean in means if mean is not None] * 2
+    right, left = ("bottom", "top") if last > first else ("top", "bottom")
     traces = [
         arm_trace(
             number,

@@ -258,7 +258,7 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Para
     if study.sizes:
         title = "Difference from the baseline of each size"
         lines = _lines_by_block(comparison, study.sizes)
-        figure = over_sizes(lines, "active parameters", title, "nats per token")
+        figure = over_sizes(lines, "active parameters", title, "loss minus that of the baseline")
         parts = [*map(markdown, tables_by_size(comparison, study.sizes))]
         parts.insert(1, page.image("sizes", figure, title))
     else:
@@ -288,17 +288,26 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Para
 
 def _lines_by_block(comparison: Comparison, sizes: Sequence[str]) -> list[SizedLine]:
     """Return the differences of each block from the baseline of a size, over its active parameters."""
-    return [
-        SizedLine(
-            block,
-            {
-                float(comparison.base_of(arm).budget.model.active_params): gaps
-                for arm in by_size.values()
-                if (gaps := comparison.seed_differences(arm))
-            },
-        )
-        for block, by_size in arms_by_block(comparison.arms, sizes).items()
-    ]
+    blocks = arms_by_block(comparison.arms, sizes)
+    places = {
+        size: float(comparison.base_of(arm).budget.model.active_params)
+        for by_size in blocks.values()
+        for size, arm in by_size.items()
+    }
+    lines: list[SizedLine] = []
+    for block, by_size in blocks.items():
+        points = {
+            x: comparison.seed_differences(by_size[s]) if s in by_size else []
+            for s, x in places.items()
+        }
+        found = {places[size]: arm.difference for size, arm in by_size.items()}
+        margins = {
+            x: (paired.interval.high - paired.interval.low) / 2
+            for x, paired in found.items()
+            if paired and paired.interval
+        }
+        lines.append(SizedLine(block, points, margins=margins))
+    return lines
 
 
 def _detectable(losses: Sequence[float]) -> str:
