@@ -31,6 +31,8 @@ _KINDS = {
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 """Errors of `stat` for a missing file or a broken link."""
 
+_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows lacks it
+
 _FSYNC_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP}
 """Errors of file systems that cannot sync a folder."""
 
@@ -51,9 +53,10 @@ def kind_of(path: Path) -> str | None:
 
 
 def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
-    """Open a regular file, or a link to one; OSError for anything else."""
+    """Open a regular file; OSError for anything else. Reading follows links; writing to one fails."""
     _require_file(path)
-    return path.open(mode)
+    no_follow = 0 if mode == "rb" else _O_NOFOLLOW
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | no_follow, 0o666))
 
 
 def read_bytes(path: Path) -> bytes:

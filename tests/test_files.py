@@ -15,6 +15,7 @@ from moe_ffn.files import (
     QUIET_SECONDS,
     WriteFailures,
     kind_of,
+    open_file,
     parse_object,
     read_bytes,
     read_object,
@@ -128,12 +129,14 @@ def test_pipes_and_sockets_are_neither_opened_nor_replaced(tmp_path: Path, kind:
     assert names(tmp_path) == ["file"]
 
 
-def test_a_link_is_read_and_may_be_replaced(tmp_path: Path) -> None:
+def test_a_link_is_read_but_not_written_through_and_may_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     path = tmp_path / "file"
     path.symlink_to("mine")
 
     assert read_bytes(path) == b"mine"
+    with pytest.raises(OSError, match="symbolic links"):
+        open_file(path, "ab")
     write_atomically(path, "content")
 
     assert (path.read_text(), kind_of(path)) == ("content", "a file")

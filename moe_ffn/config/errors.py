@@ -165,8 +165,8 @@ def reading(path: Path) -> AbstractContextManager[None]:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, with the next one after a colon; its type without a text."""
-    first, *others = str(error).splitlines() or [type(error).__name__]
-    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+    first, *others = filter(None, map(str.strip, str(error).splitlines() or [type(error).__name__]))
+    return f"{first} {others[0]}" if first.endswith(":") and others else first
 
 
 def expand_path(path: str, key: str) -> Path:

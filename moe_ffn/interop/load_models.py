@@ -137,7 +137,7 @@ def load_with_info(
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        return kind.from_pretrained(
+        model, info = kind.from_pretrained(
             folder,
             use_safetensors=True,
             local_files_only=True,
@@ -147,38 +147,48 @@ def load_with_info(
             **options,
         )
     except Exception as error:  # any type: a damaged file raises many
-        if (name := _missing_of_an_expert(folder)) is not None:
-            raise ConfigError(
-                f"'{folder}' lacks {show(name)}, which its other experts have; copy the weights again"
-            ) from error
+        if "CONVERSION" in str(error):
+            _require_equal_experts(folder)
         raise ConfigError(
             f"'{folder}' cannot be read as a language model of type {show(config.get('model_type'))} "
             f"({first_line(error)})"
         ) from error
+    if info["mismatched_keys"]:
+        _require_equal_experts(folder)
+    return model, info
 
 
-def _missing_of_an_expert(folder: Path) -> str | None:
-    """Return the first tensor that one expert of a layer lacks and another has; None if all have the same."""
-    from safetensors import SafetensorError, safe_open
+def _require_equal_experts(folder: Path) -> None:
+    """Raise ConfigError if the files lack a tensor of an expert that another one of its layer has, or have it
+    in another shape; transformers stacks experts and names none.
+    """
+    from safetensors import safe_open
 
-    names = set[str]()
-    try:
-        for path in weight_files(folder):
-            with safe_open(path, "pt") as file:
-                names |= set(file.keys())
-    except (OSError, SafetensorError):
-        return None
-    found = [re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name) for name in sorted(names)]
-    layers: dict[str, list[re.Match[str]]] = {}
-    for match in filter(None, found):
-        layers.setdefault(match[1], []).append(match)
-    expected = (
-        f"{layer}{expert}{part}"
-        for layer, matches in layers.items()
-        for expert in sorted({int(match[2]) for match in matches})
-        for part in sorted({match[3] for match in matches})
-    )
-    return next((name for name in expected if name not in names), None)
+    shapes: dict[str, list[int]] = {}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    parts: dict[tuple[str, str], dict[int, list[int]]] = {}
+    for name in sorted(shapes):
+        if match := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name):
+            parts.setdefault((match[1], match[3]), {})[int(match[2])] = shapes[name]
+    sizes = {
+        layer: max(n for (other, _), found in parts.items() if other == layer for n in found)
+        for layer, _ in parts
+    }
+    for (layer, part), found in parts.items():
+        for number in range(sizes[layer] + 1):
+            name = show(f"{layer}{number}{part}")
+            if number not in found:
+                raise ConfigError(
+                    f"'{folder}' lacks {name}, which its other experts have; copy the weights again"
+                )
+            usual = max(found.values(), key=list(found.values()).count)
+            if found[number] != usual:
+                raise ConfigError(
+                    f"'{folder}' has {name} as {tuple(found[number])}, but other experts have "
+                    f"{tuple(usual)}; copy the weights again"
+                )
 
 
 def load_hf_tokenizer(folder: Path) -> tuple[Any, bool]:

@@ -190,6 +190,8 @@ def _problem_of_state(
 
     callbacks = make_callbacks(own, data, folder).saved
     try:
+        for name in ("global_step", "loops", "optimizer_states", "lr_schedulers"):
+            _ = values[name]
         StepGuard(own.trainer.guard).load_state_dict(values["guard"])
         for callback in callbacks:
             callback.load_state_dict(values["callbacks"][callback.state_key])

@@ -143,7 +143,7 @@ class StudyConfig(Config, frozen=True):
                 if name not in arms:
                     raise ValueError(f"baselines.{arm}: {_no_arm(name, arms)}")
         for name in arms if self.sizes else ():
-            if name.partition("_")[0] not in self.sizes:
+            if not name.startswith(tuple(f"{size}_" for size in self.sizes)):
                 raise ValueError(
                     f"sizes: {show(name)} begins with none of {', '.join(self.sizes)} and an underscore; "
                     "rename the arm, or add its size"

@@ -148,13 +148,30 @@ def test_another_base_of_equal_shapes_is_noticed(
     assert f"the adapter was trained on '{folder}', and is audited on" in " ".join(out.split())
 
 
-def lacking(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
-    shutil.copytree(folder, tmp_path / "lacking")
-    path = tmp_path / "lacking" / "model.safetensors"
-    weights = load_file(path)
-    del weights["model.layers.0.mlp.experts.1.up_proj.weight"]
-    save_file(weights, path, metadata={"format": "pt"})
-    return (tmp_path / "lacking",)
+def with_expert(
+    change: Callable[[dict[str, Any], str], Any],
+) -> Callable[[Path, Path], tuple[Path]]:
+    """Return a function that changes a tensor of an expert in the files of a model."""
+
+    def make(folder: Path, tmp_path: Path) -> tuple[Path]:
+        shutil.copytree(folder, tmp_path / "changed")
+        path = tmp_path / "changed" / "model.safetensors"
+        weights = load_file(path)
+        change(weights, "model.layers.0.mlp.experts.1.")
+        save_file(weights, path, metadata={"format": "pt"})
+        return (tmp_path / "changed",)
+
+    return make
+
+
+def lose_all(weights: dict[str, Any], expert: str) -> None:
+    for name in [name for name in weights if name.startswith(expert)]:
+        del weights[name]
+
+
+def lengthen(weights: dict[str, Any], expert: str) -> None:
+    name = f"{expert}down_proj.weight"
+    weights[name] = torch.cat([weights[name], weights[name][:1]])
 
 
 def wider(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
@@ -189,8 +206,20 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
     ),
     "another base": (wider, "is not an adapter for"),
     "a tensor of one expert": (
-        lacking,
+        with_expert(lambda weights, expert: weights.pop(f"{expert}up_proj.weight")),
         "lacks 'model.layers.0.mlp.experts.1.up_proj.weight', which its other experts have; copy the",
+    ),
+    "a part of all but one matrix": (
+        with_expert(lambda weights, expert: weights.pop(f"{expert}down_proj.weight")),
+        "lacks 'model.layers.0.mlp.experts.1.down_proj.weight', which its other experts have; copy the",
+    ),
+    "one expert": (
+        with_expert(lose_all),
+        "lacks 'model.layers.0.mlp.experts.1.down_proj.weight', ",
+    ),
+    "a longer tensor of one expert": (
+        with_expert(lengthen),
+        "has 'model.layers.0.mlp.experts.1.down_proj.weight' as (33, 24), but other experts have (32, 24)",
     ),
     "base is elsewhere": (far_base, "is an adapter for 'some/model', which is not a folder here"),
     "base of a model": (

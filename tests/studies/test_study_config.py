@@ -181,8 +181,8 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
             "baseline: there is no arm 'rleu'; did you mean 'relu'?",
         ),
         (
-            "{arms: {s_relu: {}, moe: {}}, sizes: [s, m]}",
-            "sizes: 'moe' begins with none of s, m and an underscore; rename the arm, or add its size",
+            "{arms: {x_s_relu: {}, moe: {}}, sizes: [x_s, m]}",
+            "sizes: 'moe' begins with none of x_s, m and an underscore; rename the arm, or add its size",
         ),
         (
             "{arms: {relu: {}, moe: {}}, baselines: {moe: rleu}}",

@@ -140,7 +140,7 @@ def _gradient(probe: Probe) -> Iterator[Finding]:
 
 
 def _padding(probe: Probe) -> Iterator[Finding]:
-    """Compare the loss of a batch with its loss when random padding is appended."""
+    """Append padding to the batch, cut to leave room for it, and compare its loss with ours."""
     ids_BS = probe.ids_BS
     limit = getattr(probe.config, "max_position_embeddings", None) or 2 * ids_BS.shape[1]
     kept = min(ids_BS.shape[1], max(2 * limit // 3, 1))

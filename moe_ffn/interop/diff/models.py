@@ -107,10 +107,10 @@ class ComparedModel:
 def load(folder: Path, other: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
     """Load the model in a folder; an adapter is merged into its base, or into `other` if that is not here."""
     if is_adapter_folder(folder):
-        base = base_of_adapter(folder) or other
-        if kind_of(Path(base) / MODEL_CONFIG_FILE) is None:
+        base = Path(base_of_adapter(folder) or other)
+        if kind_of(base / MODEL_CONFIG_FILE) is None or is_adapter_folder(base):
             base = other
-        if is_adapter_folder(base := Path(base)):
+        if is_adapter_folder(base):
             raise ConfigError(
                 f"'{folder}' and '{other}' are both adapters; give the base model of one of them, or merge "
                 "both"

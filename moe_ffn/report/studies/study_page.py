@@ -306,7 +306,8 @@ def _lines_by_block(comparison: Comparison, sizes: Sequence[str]) -> list[SizedL
             for x, paired in found.items()
             if paired and paired.interval
         }
-        lines.append(SizedLine(block, points, margins=margins))
+        if any(points.values()):
+            lines.append(SizedLine(block, points, margins=margins))
     return lines
 
 
