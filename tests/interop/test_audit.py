@@ -884,6 +884,14 @@ def a_router_with_one_favourite() -> Case:
     return patched_router(choose)
 
 
+def test_padding_is_checked_if_the_batch_is_as_long_as_the_model() -> None:
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+    model = healthy(**options, max_position_embeddings=72)
+    (found,) = (f for f in audit(model, batch()).findings if "padding tokens" in f.sentence)
+    assert found.sentence.startswith("with 24 padding tokens per sequence aux_loss is ")
+    assert found.verdict == "pass"
+
+
 # Less than a collapse may be how the model was trained.
 def test_an_uneven_load_is_a_warning() -> None:
     def choose(logits: Tensor, weights: Tensor, ids: Tensor) -> Any:
