@@ -18,7 +18,14 @@ from moe_ffn.files import kind_of, read_object
 from moe_ffn.interop.routings import routing_modules, watch
 from moe_ffn.interop.transformers import NEED_TRANSFORMERS
 from moe_ffn.outputs import Routing
-from moe_ffn.weights.pretrained import MODEL_CONFIG_FILE, TOKENIZER_FILE, no_tokenizer, weight_files
+from moe_ffn.weights.pretrained import (
+    MODEL_CONFIG_FILE,
+    TOKENIZER_FILE,
+    no_tokenizer,
+    open_weights,
+    require_fitting,
+    weight_files,
+)
 
 
 @dataclass(frozen=True)
@@ -106,11 +113,9 @@ def load_hf_model(folder: Path, **options: Any) -> Any:
             f"'{folder}' has no weight {show(missing[0])}, which its {MODEL_CONFIG_FILE} requires; "
             "download the folder again"
         )
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        raise ConfigError(
-            f"'{folder}' has {show(name)} as {tuple(found)}, but its {MODEL_CONFIG_FILE} requires "
-            f"{tuple(expected)}; copy the config and the weights of one model"
-        )
+    mismatched = sorted(info["mismatched_keys"])
+    expected = {name: shape for name, _, shape in mismatched}
+    require_fitting(folder, "this model", expected, {name: shape for name, shape, _ in mismatched})
     return model.eval()
 
 
@@ -162,33 +167,27 @@ def _require_equal_experts(folder: Path) -> None:
     """Raise ConfigError if the files lack a tensor of an expert that another one of its layer has, or have it
     in another shape; transformers stacks experts and names none.
     """
-    from safetensors import safe_open
-
-    shapes: dict[str, list[int]] = {}
-    for path in weight_files(folder):
-        with safe_open(path, "pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    parts: dict[tuple[str, str], dict[int, list[int]]] = {}
-    for name in sorted(shapes):
-        if match := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name):
-            parts.setdefault((match[1], match[3]), {})[int(match[2])] = shapes[name]
-    sizes = {
-        layer: max(n for (other, _), found in parts.items() if other == layer for n in found)
-        for layer, _ in parts
-    }
-    for (layer, part), found in parts.items():
-        for number in range(sizes[layer] + 1):
-            name = show(f"{layer}{number}{part}")
-            if number not in found:
-                raise ConfigError(
-                    f"'{folder}' lacks {name}, which its other experts have; copy the weights again"
-                )
-            usual = max(found.values(), key=list(found.values()).count)
-            if found[number] != usual:
-                raise ConfigError(
-                    f"'{folder}' has {name} as {tuple(found[number])}, but other experts have "
-                    f"{tuple(usual)}; copy the weights again"
-                )
+    layers: dict[str, dict[str, dict[int, tuple[int, ...]]]] = {}
+    with open_weights(folder) as slices:
+        for name in sorted(slices):
+            if match := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name):
+                shapes = layers.setdefault(match[1], {}).setdefault(match[3], {})
+                shapes[int(match[2])] = tuple(slices[name].get_shape())
+    for layer, parts in layers.items():
+        num_experts = 1 + max(max(shapes) for shapes in parts.values())
+        for part, shapes in parts.items():
+            usual = max(shapes.values(), key=list(shapes.values()).count)
+            for number in range(num_experts):
+                name = show(f"{layer}{number}{part}")
+                if number not in shapes:
+                    raise ConfigError(
+                        f"'{folder}' lacks {name}, which its other experts have; copy the weights again"
+                    )
+                if shapes[number] != usual:
+                    raise ConfigError(
+                        f"'{folder}' has {name} as {shapes[number]}, but other experts have {usual}; copy "
+                        "the weights again"
+                    )
 
 
 def load_hf_tokenizer(folder: Path) -> tuple[Any, bool]:

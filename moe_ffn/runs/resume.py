@@ -188,10 +188,11 @@ def _problem_of_state(
     """Load the state of a checkpoint into new objects; return the reason why this fails, or None."""
     from moe_ffn.runs.assemble import make_callbacks  # imports lightning
 
+    for name in ("global_step", "loops", "optimizer_states", "lr_schedulers", "guard", "callbacks"):
+        if name not in values:
+            return f"lacks '{name}', so no run can be resumed from it"
     callbacks = make_callbacks(own, data, folder).saved
     try:
-        for name in ("global_step", "loops", "optimizer_states", "lr_schedulers"):
-            _ = values[name]
         StepGuard(own.trainer.guard).load_state_dict(values["guard"])
         for callback in callbacks:
             callback.load_state_dict(values["callbacks"][callback.state_key])

@@ -45,6 +45,11 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    @property
+    def margin(self) -> float:
+        """Half of the length."""
+        return (self.high - self.low) / 2
+
 
 def t_quantile(probability: float, degrees: int) -> float:
     """Return a quantile of Student's t."""

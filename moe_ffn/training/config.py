@@ -127,6 +127,11 @@ MIN_COLLAPSE = 0.5
 """Least MaxVio of a collapse. If k is close to num_experts, even the largest possible MaxVio is small."""
 
 
+def highest_violation(num_experts: int, experts_per_token: float) -> float:
+    """Return the MaxVio if every token chooses the same expert, which then has 1 / k of the pairs."""
+    return num_experts / max(experts_per_token, 1e-9) - 1
+
+
 class AlarmsConfig(Config, frozen=True):
     """Limits for alarms. An alarm prints a line, sends a wandb alert and is added to alarms.jsonl."""
 
@@ -142,11 +147,8 @@ class AlarmsConfig(Config, frozen=True):
     """Ratio of a row's loss to the median of the ten rows before it, above which it is a spike."""
 
     def max_violation(self, num_experts: int, experts_per_token: float) -> float:
-        """Return the MaxVio above which a router has collapsed.
-
-        In the worst case every token chooses the same expert, which then has 1 / k of the pairs.
-        """
-        highest = num_experts / max(experts_per_token, 1e-9) - 1
+        """Return the MaxVio above which a router has collapsed."""
+        highest = highest_violation(num_experts, experts_per_token)
         return max(self.max_violation_share * highest, MIN_COLLAPSE)
 
     def not_judged(self, num_steps: int, num_rows: int, *, is_routed: bool) -> list[str]:

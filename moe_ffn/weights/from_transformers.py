@@ -7,8 +7,7 @@ transformers need not be installed. Tensors are read one by one, and experts one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,9 @@ from moe_ffn.weights.pretrained import (
     PretrainedConfig,
     assign_weights,
     distinct_tensors,
-    naming_failures,
+    open_weights,
     read_config_json,
     require_fitting,
-    weight_files,
 )
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -150,20 +148,6 @@ def _split_blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     return nested, blocks
 
 
-@contextmanager
-def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
-    """Open the weights of a folder: name -> safetensors slice, which reads only the parts you index."""
-    from safetensors import safe_open
-
-    slices: dict[str, Any] = {}
-    with ExitStack() as stack:
-        for path in weight_files(folder):
-            stack.enter_context(naming_failures(path, "read", "copy it again"))
-            handle = stack.enter_context(safe_open(path, "pt"))
-            slices |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-        yield slices
-
-
 def _read_tensors(
     folder: Path,
     family: Family,
@@ -172,7 +156,7 @@ def _read_tensors(
     prefixes: tuple[str, ...] = ("",),
 ) -> dict[str, Tensor]:
     """Read tensors by our names, shaped as `expected`; all tensors with one of the prefixes must be used."""
-    with _open_weights(folder) as slices:
+    with open_weights(folder) as slices:
         pieces = {
             name: _stored_form(layout_of(family, name)(value.shape, hf), slices)
             for name, value in expected.items()

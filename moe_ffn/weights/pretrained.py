@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -310,6 +310,20 @@ def weight_files(folder: Path) -> list[Path]:
                 f"'{folder}' lacks '{file.name}', which {INDEX_FILE} names; copy it too"
             )
     return files
+
+
+@contextmanager
+def open_weights(folder: Path) -> Iterator[dict[str, Any]]:
+    """Open the weights of a folder: name -> safetensors slice, which reads only the parts you index."""
+    from safetensors import safe_open
+
+    slices: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for path in weight_files(folder):
+            stack.enter_context(naming_failures(path, "read", "copy it again"))
+            handle = stack.enter_context(safe_open(path, "pt"))
+            slices |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        yield slices
 
 
 def require_fitting(

@@ -20,7 +20,7 @@ from moe_ffn.interop.audit.probe import Outputs, Probe, mode
 from moe_ffn.interop.audit.structure import K_OPTIONS, option_of
 from moe_ffn.metrics.functional import load_entropy, logit_max, max_violation, nonfinite_tokens
 from moe_ffn.outputs import Routing
-from moe_ffn.training.config import AlarmsConfig
+from moe_ffn.training.config import AlarmsConfig, highest_violation
 
 MAX_CHANGE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Dtype -> largest change of a logit, as a share of the largest logit, that rounding explains."""
@@ -253,14 +253,15 @@ def _health_of(check: Check, routing: Routing, *, is_early: bool) -> Iterator[Fi
     counts_E = pairs_per_expert(routing).double()
     total, num_experts = counts_E.sum().item(), len(counts_E)
     violation = max_violation(counts_E).item() if total else 0.0
-    limit = limits.max_violation(num_experts, total / max(int(routing.num_real_tokens), 1))
+    experts_per_token = total / max(int(routing.num_real_tokens), 1)
+    limit = limits.max_violation(num_experts, experts_per_token)
     is_enough = total >= MIN_PAIRS_PER_EXPERT * num_experts
     idle = int((counts_E == 0).sum())
     if violation > limit and is_enough and not is_early:
         share = f"expert {int(counts_E.argmax())} takes {counts_E.max() / total:.0%} of the pairs"
         sentence = f"{share}, MaxVio {violation:.2f} (limit {limit:.2f})"
-        most = num_experts / (total / max(int(routing.num_real_tokens), 1)) - 1
-        is_collapsed = violation > (limit + most) / 2  # less may be how the model was trained
+        highest = highest_violation(num_experts, experts_per_token)
+        is_collapsed = violation > (limit + highest) / 2  # less may be how the model was trained
         verdict = "fail" if is_collapsed else "warn"
         problems.append(
             check.finding(verdict, sentence, "the load is uneven: raise the balancing loss")

@@ -69,6 +69,7 @@ def _layer(probe: Probe, layer: SparseLayer, losses_BS: Tensor) -> Iterator[Find
     check = ORDER.at(layer.name)
     problems: list[Finding] = []
     measured: list[str] = []
+    loss = losses_BS.nanmean().item()
     movable = layer.kind == "moe_ffn" or all(map(is_experts, layer.experts))
     if movable and layer.num_experts > 1:
         rises: list[tuple[float, float, int]] = []
@@ -79,7 +80,7 @@ def _layer(probe: Probe, layer: SparseLayer, losses_BS: Tensor) -> Iterator[Find
         sentence = f"{rise:+.4f} when its experts move by {places} of {layer.num_experts} places"
         measured.append(sentence)
         seen = f"the loss changes by {sentence} (standard error {error:.4f})"
-        largest, loss = max(abs(rise) for rise, *_ in rises), losses_BS.nanmean().item()
+        largest = max(abs(rise) for rise, *_ in rises)
         if largest <= ALIKE * loss:
             problems.append(check.warns(f"{seen}: they are all alike", COMPARE))
         elif rise > SEEN * error:
@@ -102,7 +103,7 @@ def _layer(probe: Probe, layer: SparseLayer, losses_BS: Tensor) -> Iterator[Find
         with _swapped_gates(gated):
             rise, error = _rise(probe, losses_BS)
         measured.append(f"{rise:+.4f} when gate and up are swapped")
-        if rise < -max(SEEN * error, LARGE * losses_BS.nanmean().item()):
+        if rise < -max(SEEN * error, LARGE * loss):
             problems.append(
                 check.finding(
                     "fail" if rise < -CERTAIN * error else "warn",

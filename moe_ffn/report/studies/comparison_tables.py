@@ -80,7 +80,7 @@ def _losses(comparison: Comparison) -> Table:
 def _with_margin(value: float, interval: Interval | None, form: str = ".4f") -> str:
     if interval is None:
         return format(value, form)
-    return f"{value:{form}} ±{(interval.high - interval.low) / 2:.4f}"
+    return f"{value:{form}} ±{interval.margin:.4f}"
 
 
 def _costs(comparison: Comparison) -> Table:
@@ -183,7 +183,7 @@ def _reached_cell(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> 
         return NONE
     share = f" ({value / whole:.2f})" if whole else ""
     if key == "steps" and arm.base and (interval := reached.interval):
-        return f"{text(value)} ±{(interval.high - interval.low) / 2:,.0f}{share}"
+        return f"{text(value)} ±{interval.margin:,.0f}{share}"
     return f"{text(value)}{share}"
 
 
@@ -235,10 +235,13 @@ def arms_by_block(arms: Sequence[Arm], sizes: Sequence[str]) -> dict[str, dict[s
     """Return block -> size -> arm, of arms named SIZE_BLOCK; blocks are in the order of the largest size."""
     blocks: dict[str, dict[str, Arm]] = {}
     for size in reversed(sizes):
-        for arm in arms:
-            if arm.name.startswith(f"{size}_"):
-                blocks.setdefault(arm.name.removeprefix(f"{size}_"), {})[size] = arm
+        for arm in arms_of_size(arms, size):
+            blocks.setdefault(arm.name.removeprefix(f"{size}_"), {})[size] = arm
     return blocks
+
+
+def arms_of_size(arms: Sequence[Arm], size: str) -> list[Arm]:
+    return [arm for arm in arms if arm.name.startswith(f"{size}_")]
 
 
 def _difference_cell(arm: Arm, base: Arm) -> str:

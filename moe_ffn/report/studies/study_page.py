@@ -29,6 +29,7 @@ from moe_ffn.report.studies.arm_figures import (
 )
 from moe_ffn.report.studies.comparison_tables import (
     arms_by_block,
+    arms_of_size,
     markdown,
     tables,
     tables_by_size,
@@ -280,7 +281,7 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Para
     over = "tokens" if len({arm.budget.model.flops_per_token for arm in arms}) == 1 else "FLOPs"
     if over in axes_of(arms, "validation"):
         title = f"Validation loss over training {over}"
-        by_size = [[a for a in arms if a.name.startswith(f"{size}_")] for size in study.sizes]
+        by_size = [arms_of_size(arms, size) for size in study.sizes]
         largest = [*filter(None, [arms, *by_size])][-1]
         parts.append(page.image("curves", losses(largest, over), title))
     return parts
@@ -302,9 +303,7 @@ def _lines_by_block(comparison: Comparison, sizes: Sequence[str]) -> list[SizedL
         }
         found = {places[size]: arm.difference for size, arm in by_size.items()}
         margins = {
-            x: (paired.interval.high - paired.interval.low) / 2
-            for x, paired in found.items()
-            if paired and paired.interval
+            x: paired.interval.margin for x, paired in found.items() if paired and paired.interval
         }
         if any(points.values()):
             lines.append(SizedLine(block, points, margins=margins))
