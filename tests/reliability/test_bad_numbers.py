@@ -1,4 +1,6 @@
-"""A step with a NaN, an infinity or a loss far too high is skipped, counted and explained."""
+"""A step with a NaN, an infinity or a loss far too high is skipped, counted and explained; too many in a row
+end the run.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE
 from moe_ffn.training import module as module_file
 from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 from tests.helpers.cases import cases
-from tests.helpers.fitted import Fault, Fitted
-from tests.helpers.tiny_runs import options
+from tests.helpers.fitted import OWN_BLOCK, Fault, Fitted
+from tests.helpers.tiny_runs import options, run
 
 # -- one step is skipped
 
@@ -126,3 +129,47 @@ def state_of(fitted: Fitted) -> dict[str, Any]:
         **fitted.module.state_dict(),
         **{f"{p}/{name}": value for p, of in moments.items() for name, value in of.items()},
     }
+
+
+# -- every step breaks
+
+# From the seventh batch of training on, and on the last rank alone.
+BREAKS = """self.num_batches = getattr(self, "num_batches", 0) + self.training
+        import os
+        if os.environ.get("LOCAL_RANK", "0") == "%s" and self.num_batches > 6:
+            x = x * torch.nan"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, "null"), (2, "null"), (2, "{shard: 2}")])
+def test_too_many_in_a_row(tmp_path: Path, ranks: int, parallel: str) -> None:
+    (tmp_path / "breaks.py").write_text(OWN_BLOCK % (BREAKS % (ranks - 1)))
+    block = f"{{type: '{tmp_path / 'breaks.py'}:Config'}}"
+
+    done = run(
+        *options(
+            tmp_path,
+            model__ffn_at=f"{{'1': {block}}}",
+            trainer__devices=str(ranks),
+            parallel=parallel,
+            trainer__guard__max_skipped_in_a_row="3",
+            trainer__max_steps="40",
+            run__name="broken",
+        )
+    )
+
+    folder = tmp_path / "runs" / "broken"
+    assert done.code == 3, f"exit code {done.code}: {done.stderr[-500:]}"
+    assert "Traceback" not in done.stderr, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("diverged: ")]
+    assert len(said) == 2, done.stderr
+    assert said[0].startswith("diverged: step 9: "), said[0]
+    assert said[0].endswith("began in decoder.layers.1.ffn"), said[0]
+    assert str(folder / "checkpoints") in said[1], said[1]
+    assert "optimizer.learning_rate" in said[1], said[1]
+    alarms = [line for line in done.stderr.splitlines() if line.startswith("alarm: ")]
+    assert len(alarms) == 1, f"one line for a row of skipped steps, got {alarms}"
+    assert (folder / "report.html").is_file(), "no page was made"
+    for path in (folder / "checkpoints").glob("*.ckpt"):
+        for name, tensor in read_checkpoint(path)["state_dict"].items():
+            assert tensor.isfinite().all(), f"{name} in {path.name} is not finite"

@@ -121,6 +121,9 @@ DAMAGES: dict[str, tuple[Damage, str, bool]] = {
         lambda p: write_checkpoint(HOSTILE, p), "is not a checkpoint of", False
     ),
     "of another run": (another_run, "was made with run_id ffffffffffffffff, but this run has ", False),
+    "without its loops": (
+        lambda p: rewrite(p, lambda values: values.pop("loops", None)), "lacks 'loops'", True
+    ),
     "of another version": (
         lambda p: rewrite(p, lambda values: values.get("guard", {}).pop("losses", None)),
         "holds a state that this version cannot load (KeyError('losses'))",
@@ -171,6 +174,19 @@ def check_reason(said: str, name: str, reason: str) -> None:
     assert name in said, said
     assert reason in said, said
     assert "weights_only" not in said, f"torch's advice to run the code: {said}"
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    folder = unfinished_copy(tmp_path)
+    os.truncate(folder / CHECKPOINTS_FOLDER / NEWEST, 1000)
+
+    done = run_here("--resume", str(folder))
+
+    assert done.code == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("resuming "))
+    assert f"from {OLDER}; newer ones cannot be used: {NEWEST} does not end in its checksum" in line
+    require_same(trained(), folder)
 
 
 def test_a_run_without_checkpoints_restarts_and_ends_the_same(tmp_path: Path) -> None:

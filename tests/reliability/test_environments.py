@@ -272,6 +272,18 @@ def test_training_gives_the_same_numbers(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_two_processes_of_torchrun_train_one_run(tmp_path: Path) -> None:
+    changes = {"trainer__devices": "2", "trainer__strategy": "ddp", **SHORT}
+    argv = ("torch.distributed.run", "--nproc_per_node", "2", "-m", "experiments.train")
+
+    done = run_in_shell("", *argv, *options(tmp_path, **changes), variables={})
+
+    assert done.code == 0, done.stderr
+    assert done.stdout.count("Results in ") == 1
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_waiting_for_other_ranks_can_be_stopped(tmp_path: Path, number: int) -> None:
     """Rank 1 is started by hand, and rank 0 never comes."""

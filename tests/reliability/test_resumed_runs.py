@@ -165,3 +165,24 @@ def test_a_run_that_its_time_ended_in_an_accumulation_window_is_resumed(tmp_path
     train("--resume", str(tmp_path / "runs/run"), *more)
 
     assert max(losses(tmp_path / "runs/run")) == 14
+
+
+@pytest.mark.parametrize(
+    ("change", "step"),
+    [
+        pytest.param("--trainer.early_stopping=null", 14, id="without the rule"),
+        pytest.param("--trainer.early_stopping.patience=2", 12, id="more patience"),
+        pytest.param("--trainer.early_stopping.patience=1", 8, id="the same"),
+    ],
+)
+@pytest.mark.slow
+def test_a_resumed_run_stops_early_by_its_new_options(
+    tmp_path: Path, change: str, step: int
+) -> None:
+    stopping = "{patience: 1, min_delta: 9.0}"  # no loss falls by so much
+    train(*options(tmp_path, run__name="run", trainer__early_stopping=stopping))
+    assert max(losses(tmp_path / "runs/run")) == 8
+
+    train("--resume", str(tmp_path / "runs/run"), "--trainer.max_steps", "14", change)
+
+    assert max(losses(tmp_path / "runs/run")) == step

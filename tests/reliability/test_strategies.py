@@ -23,6 +23,7 @@ from tests.helpers.tiny_runs import (
     Finished,
     finish,
     fork_all,
+    losses,
     options,
     run,
     run_here,
@@ -225,6 +226,27 @@ def test_a_run_on_ranks_is_resumed_to_the_bit(
     assert train_on_ranks(num_ranks, "--resume", str(tmp_path / "runs/cut")) == 0
 
     require_same(tmp_path / "runs/whole", tmp_path / "runs/cut")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
+def test_another_number_of_ranks_resumes_with_the_same_data(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    """The cut is between two rows, so the partial sums of all ranks count for the next row."""
+    changes = changes_of("dense", "32-true", data__batch_size="12", model__dropout="0.0")
+    changes |= {"model__ffn": "dense", "trainer__max_steps": "12"}
+    assert train_on_ranks(1, *options(tmp_path, run__name="whole", **changes)) == 0
+    several = {"trainer__devices": str(before), "trainer__strategy": "ddp"}
+    argv = options(tmp_path, run__name="cut", **changes, **several)
+    assert train_on_ranks(before, *argv, cut=BETWEEN) == 128 + signal.SIGTERM
+
+    resume = ("--resume", str(tmp_path / "runs/cut"), "--trainer.devices", str(after))
+    assert train_on_ranks(after, *resume) == 0
+
+    found, expected = (losses(tmp_path / "runs" / name) for name in ("cut", "whole"))
+    assert list(found) == list(expected) == [2, 4, 6, 8, 10, 12]
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 # -- processes

@@ -1,4 +1,4 @@
-"""wandb without a key, a network or a package; its rows and pictures.
+"""wandb without a key, a network or a package; its rows and pictures; a resumed run.
 
 Whole runs of the program with the real client: `tests/cli/test_train_wandb.py`.
 """
@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ import pytest
 
 from moe_ffn.training.config import WandbConfig
 from moe_ffn.training.monitoring.loggers import WandbRun, load_heatmap, wandb_logger, wandb_row
-from tests.helpers.fake_wandb import StubWandb
+from tests.helpers.cut import Cut, cutting
+from tests.helpers.fake_wandb import StubWandb, history, inspect
+from tests.helpers.tiny_runs import options, run_here
 
 pytestmark = pytest.mark.usefixtures("nobodys_wandb")
 
@@ -151,7 +154,42 @@ def test_the_newest_run_of_the_folder_is_resumed(start: Any, tmp_path: Path) -> 
     assert (arguments["id"], arguments["resume"]) == ("new", "allow")
 
 
-# -- rows and pictures
+# -- the real client
+
+
+@pytest.fixture
+def real_wandb() -> Iterator[Any]:
+    import wandb
+
+    yield wandb
+    wandb.teardown()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_resumes_its_wandb_run(real_wandb: Any, tmp_path: Path) -> None:
+    argv = options(
+        tmp_path,
+        run__name="run",
+        logging__wandb__mode="offline",
+        logging__every_n_steps="1",
+        trainer__max_steps="4",
+        trainer__validate_every_n_steps="2",
+    )
+    with cutting(Cut("asked to end in a validation", 2, within="validation_step")):
+        assert run_here(*argv).code == 143
+    real_wandb.teardown()
+    done = run_here("--resume", str(tmp_path / "runs/run"))
+    assert done.code == 0, done.stderr
+
+    folders = sorted((tmp_path / "runs/run/wandb").glob("offline-run-*"))
+    first, second = [inspect(folder, dict(os.environ)) for folder in folders]
+    ids = {r["run"]["run_id"] for r in [*first, *second] if r["type"] == "run"}
+    assert len(ids) == 1
+    rows = history([*first, *second])
+    steps = {"train/loss": [1, 2, 3, 4], "validation/loss": [2, 4]}
+    for key, expected in steps.items():
+        assert [row["trainer/global_step"] for row in rows if key in row] == expected, key
+    assert len(rows) == 4 + 2
 
 
 def test_a_list_is_one_histogram_with_a_bin_per_expert() -> None:
