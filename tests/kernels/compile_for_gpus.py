@@ -37,7 +37,15 @@ SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """Compute capability -> KiB that one program may have; a multiprocessor has one more."""
 ARCHITECTURES = (80, 90, 100)
 TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
-KERNELS = ("hidden", "hidden_gradient", "product", "weight_gradient", "bias_gradient", "combine")
+KERNELS = (
+    "round",
+    "hidden",
+    "hidden_gradient",
+    "product",
+    "weight_gradient",
+    "bias_gradient",
+    "combine",
+)
 
 
 @dataclass(frozen=True)

@@ -301,6 +301,21 @@ SHARED_MEMORY = {80: 99, 90: 227, 100: 227}
 """Compute capability -> KiB that one program may have; GPUs of 8.6, 8.9 and 12.0 have the tiles of 8.0."""
 
 
+def test_operands_of_tf32_are_rounded_to_ten_bits_of_fraction() -> None:
+    """Halves go away from zero, as in `cvt.rna.tf32.f32` of PTX; no NaN becomes a number."""
+    from moe_ffn.kernels.triton import launch
+
+    place = 2.0**-10
+    given = [1 + 0.49 * place, 1 + 0.5 * place, -1 - 1.5 * place, 2 - 0.5 * place, 3e-42, torch.inf]
+    wanted = [1.0, 1 + place, -1 - 2 * place, 2.0, 0.0, torch.inf]
+    x = torch.tensor([*given, torch.nan], device=DEVICE)
+    x.view(torch.int32)[-1] = 0x7FFFFFFF  # the NaN of a GPU's arithmetic
+    rounded = torch.empty_like(x)
+    launch._round_kernel[(1,)](x, rounded, x.numel(), BLOCK=16)
+    torch.testing.assert_close(rounded[:-1].cpu(), torch.tensor(wanted), rtol=0, atol=0)
+    assert rounded[-1].isnan()
+
+
 @pytest.mark.parametrize(("num_pairs", "rows"), [(0, 16), (71, 16), (72, 128), (9000, 128)])
 def test_a_tile_is_chosen_by_rows_per_expert(
     num_pairs: int, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -332,7 +347,7 @@ def compile_for_gpus(*words: str) -> list[dict[str, Any]]:
 def check_compiled(row: dict[str, Any]) -> None:
     assert row["spilled"] == 0, row
     assert row["shared"] <= SHARED_MEMORY[row["architecture"]] * 1024, row
-    multiplies = row["kernel"] not in ("combine", "bias_gradient")
+    multiplies = row["kernel"] not in ("combine", "bias_gradient", "round")
     instruction = None
     if multiplies and row["dtype"] != "float32":
         # Hopper and Blackwell have faster instructions for tiles of 64 rows and more.

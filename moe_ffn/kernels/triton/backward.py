@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ffn.kernels.triton.forward import dot, find_tile, hidden_units, load
+from moe_ffn.kernels.triton.forward import as_operand, dot, find_tile, hidden_units, load
 
 
 @triton.jit
@@ -98,15 +98,48 @@ def hidden_gradient_kernel(
         left, right = tl.split(halves)
         half = column * BLOCK_O + tl.arange(0, BLOCK_O // 2)
         d_weights += _activation_backward(
-            left, half, valid, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
+            left,
+            half,
+            valid,
+            weights,
+            pointers,
+            alpha,
+            limit,
+            F,
+            ACTIVATION,
+            GATED,
+            PRECISION,
+            BLOCK_M,
         )
         half += BLOCK_O // 2
         d_weights += _activation_backward(
-            right, half, valid, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
+            right,
+            half,
+            valid,
+            weights,
+            pointers,
+            alpha,
+            limit,
+            F,
+            ACTIVATION,
+            GATED,
+            PRECISION,
+            BLOCK_M,
         )
     else:
         d_weights += _activation_backward(
-            d_hidden, units, valid, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
+            d_hidden,
+            units,
+            valid,
+            weights,
+            pointers,
+            alpha,
+            limit,
+            F,
+            ACTIVATION,
+            GATED,
+            PRECISION,
+            BLOCK_M,
         )
     d_weights_ptrs = d_weights_ptr + wide_first * d_weights_stride + tile * d_weights_stride
     tl.store(d_weights_ptrs + column, d_weights, mask=valid)
@@ -124,6 +157,7 @@ def _activation_backward(
     F: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Write d_pre and w h of these units; return their part of dw."""
@@ -145,10 +179,13 @@ def _activation_backward(
         hidden *= dropout
         d_weighted *= dropout
     dtype: tl.constexpr = d_pre_ptr.dtype.element_ty
-    tl.store(hidden_ptr + hidden_offsets, (hidden * weights[:, None]).to(dtype), mask=stored)
-    tl.store(d_pre_ptr + UP + pre_offsets, (d_weighted * up_slope).to(dtype), mask=stored)
+    weighted = as_operand(hidden * weights[:, None], PRECISION)
+    tl.store(hidden_ptr + hidden_offsets, weighted.to(dtype), mask=stored)
+    d_up = as_operand(d_weighted * up_slope, PRECISION)
+    tl.store(d_pre_ptr + UP + pre_offsets, d_up.to(dtype), mask=stored)
     if GATED:
-        tl.store(d_pre_ptr + pre_offsets, (d_weighted * gate_slope).to(dtype), mask=stored)
+        d_gate = as_operand(d_weighted * gate_slope, PRECISION)
+        tl.store(d_pre_ptr + pre_offsets, d_gate.to(dtype), mask=stored)
     # Mask units beyond the width: they are nonzero if act(0) is not 0.
     return tl.sum(tl.where(stored, d_hidden * hidden, 0.0), axis=1)
 

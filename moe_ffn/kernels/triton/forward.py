@@ -66,6 +66,28 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def as_operand(x, PRECISION: tl.constexpr):
+    """Return x, rounded to the nearest number of tf32 if products are in tf32.
+
+    A product in tf32 drops all but ten bits of each fraction: half of them would be wrong by one more bit.
+    """
+    if PRECISION == "tf32":
+        half = x.to(tl.int32, bitcast=True) + 0x1000
+        rounded = (half & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)  # the sum would turn some NaN into 0
+    else:
+        return x
+
+
+@triton.jit
+def round_kernel(input_ptr, output_ptr, count, BLOCK: tl.constexpr):
+    """Write the input rounded to tf32."""
+    indices = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(input_ptr + indices, mask=indices < count)
+    tl.store(output_ptr + indices, as_operand(x, "tf32"), mask=indices < count)
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """Return (value, slope) of the activation function; the compiler removes unused results."""
     if ACTIVATION == "relu":
@@ -211,6 +233,7 @@ def hidden_kernel(
     if dropout_ptr is not None:
         dropout_ptrs = dropout_ptr + wide_first * F + hidden_offsets
         hidden *= tl.load(dropout_ptrs, mask=stored, other=0.0).to(tl.float32)
+    hidden = as_operand(hidden, PRECISION)
     tl.store(hidden_ptr + wide_first * F + hidden_offsets, hidden.to(dtype), mask=stored)
 
 

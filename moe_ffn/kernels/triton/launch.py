@@ -25,7 +25,12 @@ from moe_ffn.kernels.triton.backward import (
     hidden_gradient_kernel,
     weight_gradient_kernel,
 )
-from moe_ffn.kernels.triton.forward import combine_kernel, hidden_kernel, product_kernel
+from moe_ffn.kernels.triton.forward import (
+    combine_kernel,
+    hidden_kernel,
+    product_kernel,
+    round_kernel,
+)
 
 # ------------------------------------------------------------------------------ tile sizes
 
@@ -132,6 +137,7 @@ _product_kernel: Any = product_kernel
 _weight_gradient_kernel: Any = weight_gradient_kernel
 _bias_gradient_kernel: Any = bias_gradient_kernel
 _combine_kernel: Any = combine_kernel
+_round_kernel: Any = round_kernel
 
 
 def find_tiles(dtype: torch.dtype) -> Tiles:
@@ -140,14 +146,14 @@ def find_tiles(dtype: torch.dtype) -> Tiles:
         return INTERPRETED
     target: Any = driver.active.get_current_target()
     kind = "ampere" if target.arch // 10 in (8, 12) else "hopper"
+    return TILES[kind, _precision(dtype)]
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Return "half", or torch's setting for products of float32: "float32" or "tf32"."""
     if dtype != torch.float32:
-        return TILES[kind, "half"]
-    return TILES[kind, "float32" if _is_exact() else "tf32"]
-
-
-def _is_exact() -> bool:
-    """Return True if torch's setting forbids tf32 in float32 products."""
-    return torch.get_float32_matmul_precision() == "highest"
+        return "half"
+    return "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 # ------------------------------------------------------------------------------- launches
@@ -185,12 +191,12 @@ class Rows:
 
     def arguments(self, tile: Tile) -> dict[str, Any]:
         loads = {"offsets_ptr": self.offsets_E, "E": self.num_experts, "GROUP": GROUP}
-        return loads | tile.options | _product_options()
+        return loads | tile.options | _product_options(self.dtype)
 
 
-def _product_options() -> dict[str, Any]:
-    """Return the precision of float32 products, according to torch's setting."""
-    precision = "ieee" if _is_exact() else "tf32"
+def _product_options(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the precision of products of this dtype."""
+    precision = "tf32" if _precision(dtype) == "tf32" else "ieee"
     return {"PRECISION": "interpreted" if knobs.runtime.interpret else precision, **_FUSED}
 
 
@@ -278,7 +284,7 @@ def _weight_gradient(
         IN=width_in,
         OUT=width_out,
         **tile.options,
-        **_product_options(),
+        **_product_options(rows.dtype),
     )
     return gradient_EOI
 
@@ -302,10 +308,17 @@ def _bias_gradient(
     return gradient_EO
 
 
-def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor with a contiguous last axis, as the kernels need."""
+def _operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor as kernels multiply it: its last axis contiguous, and rounded for products in tf32."""
     x = x.to(dtype)
-    return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
+    if x.dim() != 2 or x.stride(1) != 1:
+        x = x.contiguous()
+    if _precision(dtype) != "tf32" or knobs.runtime.interpret:
+        return x
+    x = x.contiguous()
+    rounded = torch.empty_like(x)
+    _round_kernel[(triton.cdiv(x.numel(), 4096),)](x, rounded, x.numel(), BLOCK=4096, num_warps=8)
+    return rounded
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
@@ -340,17 +353,17 @@ def experts(
     """Return y_TD and the pre-activations (N, H), with 0 rows if there is no backward pass."""
     with torch.cuda.device_of(x_TD):  # Triton launches on the current device
         rows = Rows(token_indices_N, offsets_E, dtype)
-        x_rows_TD, (_, width, d_model) = _matrix(x_TD, dtype), up_EHD.shape
+        x_rows_TD, (_, width, d_model) = _operand(x_TD, dtype), up_EHD.shape
         hidden_NF, tile = rows.empty(down_EDF.shape[2]), rows.tile("hidden")
         pre_NH = rows.empty(width) if keep else None
         added_NH = None
         if up_a_ERD is not None and up_b_EHR is not None:
             x_ND = x_rows_TD.index_select(0, token_indices_N)
-            added_NH = _adapter(rows, x_ND, _matrix(up_a_ERD, dtype), _matrix(up_b_EHR, dtype))
+            added_NH = _adapter(rows, x_ND, _operand(up_a_ERD, dtype), _operand(up_b_EHR, dtype))
         _hidden_kernel[rows.grid(tile, hidden_NF.shape[1])](
             *(
                 x_rows_TD,
-                _matrix(up_EHD, dtype),
+                _operand(up_EHD, dtype),
                 _contiguous(up_bias_EH),
                 dropout_NF,
                 token_indices_N,
@@ -364,9 +377,9 @@ def experts(
             **rows.arguments(tile),
             **_activation(activation, clamp, up_EHD, down_EDF),
         )
-        y_ND = _product(rows, hidden_NF, _matrix(down_EDF, dtype), down_bias_ED)
+        y_ND = _product(rows, hidden_NF, _operand(down_EDF, dtype), down_bias_ED)
         if down_a_ERF is not None and down_b_EDR is not None:
-            factors = _matrix(down_a_ERF, dtype), _matrix(down_b_EDR, dtype)
+            factors = _operand(down_a_ERF, dtype), _operand(down_b_EDR, dtype)
             y_ND += _adapter(rows, hidden_NF, *factors)
         y_TD = _combine(rows, y_ND, weights_N, ranks_N, starts, x_TD.dtype)
         return y_TD, hidden_NF.new_empty(0, width) if pre_NH is None else pre_NH
@@ -401,7 +414,7 @@ def experts_backward(
     """Return the gradients of x, the pairs' weights and the parameters; empty if not wanted."""
     with torch.cuda.device_of(x_TD):
         rows = Rows(token_indices_N, offsets_E, dtype)
-        dy_TD, (_, d_model, d_ff) = _matrix(dy_TD, dtype), down_EDF.shape
+        dy_TD, (_, d_model, d_ff) = _operand(dy_TD, dtype), down_EDF.shape
         d_pre_NH, hidden_NF = rows.empty(pre_NH.shape[1]), rows.empty(d_ff)
         # Each tile of units writes its own column, and the columns are summed afterwards, because the
         # order of atomic additions is random. Uncomputed pairs are 0.
@@ -412,11 +425,11 @@ def experts_backward(
         d_low_NR = added_NF = None
         if down_a_ERF is not None and down_b_EDR is not None:
             dy_ND = dy_TD.index_select(0, token_indices_N)
-            d_low_NR = _product(rows, dy_ND, _matrix(down_b_EDR, dtype).transpose(1, 2))
-            added_NF = _product(rows, d_low_NR, _matrix(down_a_ERF, dtype).transpose(1, 2))
+            d_low_NR = _product(rows, dy_ND, _operand(down_b_EDR, dtype).transpose(1, 2))
+            added_NF = _product(rows, d_low_NR, _operand(down_a_ERF, dtype).transpose(1, 2))
             del dy_ND
         _hidden_gradient_kernel[rows.grid(tile, d_ff)](
-            *(dy_TD, _matrix(down_EDF, dtype), bias_ED, dropout_NF, token_indices_N),
+            *(dy_TD, _operand(down_EDF, dtype), bias_ED, dropout_NF, token_indices_N),
             weights_ptr=weights_N,
             added_ptr=added_NF,
             pre_ptr=pre_NH,
@@ -440,10 +453,10 @@ def experts_backward(
         if want_down_a and down_a_ERF is not None and d_low_NR is not None:
             grads[8] = _weight_gradient(rows, d_low_NR, hidden_NF, down_a_ERF)
         if want_down_b and down_a_ERF is not None and down_b_EDR is not None:
-            low_NR = _product(rows, hidden_NF, _matrix(down_a_ERF, dtype))
+            low_NR = _product(rows, hidden_NF, _operand(down_a_ERF, dtype))
             grads[9] = _weight_gradient(rows, dy_TD, low_NR, down_b_EDR, gather="output")
         del hidden_NF, added_NF
-        x_rows_TD = _matrix(x_TD, dtype)
+        x_rows_TD = _operand(x_TD, dtype)
         if want_up:
             grads[2] = _weight_gradient(rows, d_pre_NH, x_rows_TD, up_EHD, gather="input")
         if want_up_bias and up_bias_EH is not None:
@@ -451,17 +464,17 @@ def experts_backward(
         if want_down_bias and down_bias_ED is not None:
             grads[5] = _bias_gradient(rows, dy_TD, down_bias_ED, weights_N)
         if up_b_EHR is not None:
-            d_low_NR = _product(rows, d_pre_NH, _matrix(up_b_EHR, dtype).transpose(1, 2))
+            d_low_NR = _product(rows, d_pre_NH, _operand(up_b_EHR, dtype).transpose(1, 2))
         if want_up_a and up_a_ERD is not None and d_low_NR is not None:
             grads[6] = _weight_gradient(rows, d_low_NR, x_rows_TD, up_a_ERD, gather="input")
         if want_up_b and up_a_ERD is not None and up_b_EHR is not None:
             x_ND = x_rows_TD.index_select(0, token_indices_N)
-            low_NR = _product(rows, x_ND, _matrix(up_a_ERD, dtype))
+            low_NR = _product(rows, x_ND, _operand(up_a_ERD, dtype))
             grads[7] = _weight_gradient(rows, d_pre_NH, low_NR, up_b_EHR)
         if want_x:
-            d_x_ND = _product(rows, d_pre_NH, _matrix(up_EHD, dtype).transpose(1, 2))
+            d_x_ND = _product(rows, d_pre_NH, _operand(up_EHD, dtype).transpose(1, 2))
             if up_a_ERD is not None and d_low_NR is not None:
-                d_x_ND += _product(rows, d_low_NR, _matrix(up_a_ERD, dtype).transpose(1, 2))
+                d_x_ND += _product(rows, d_low_NR, _operand(up_a_ERD, dtype).transpose(1, 2))
             grads[0] = _combine(rows, d_x_ND, None, ranks_N, starts, x_TD.dtype)
         return tuple(grads)  # pyright: ignore[reportReturnType]
 
