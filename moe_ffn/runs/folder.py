@@ -221,6 +221,10 @@ def saved_config(folder: Path) -> TrainConfig:
         raise ConfigError(
             f"'{path}' lacks {lost[0]}{more}, so it was cut short{older}; restore the original file"
         )
+    edited = differences(facts.model_extra or {}, in_file)
+    for key, (before, now) in edited.items():
+        if before is not None and now is not None:
+            _log_once(f"'{path}' was edited: {key} is {show_value(now)} (was {show_value(before)})")
     if added:
         values = ", ".join(f"{key} {show_value(value)}" for key, value in added.items())
         _log_once(f"'{path}' is older than these options, which take their defaults: {values}")

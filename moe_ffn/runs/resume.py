@@ -43,6 +43,7 @@ from moe_ffn.training.monitoring.json_lines import (
     Sample,
     cut_lines,
     num_damaged,
+    read_lines,
 )
 from moe_ffn.training.recovery.checkpoint_file import (
     IDENTITY,
@@ -228,13 +229,18 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
     try:
         remove_unfinished(folder)
         rename_skipped(folder / CHECKPOINTS_FOLDER, start.step)
+        validated, options = start.validated_step, resume.saved
         _remove_lines(
             folder / METRICS_FILE,
             Row,
-            lambda row: row.step <= (start.validated_step if row.is_validation else start.step),
+            lambda row: row.step <= (validated if row.is_validation else start.step),
+            last_step=validated,
         )
         _remove_lines(
-            folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= start.validated_step
+            folder / SAMPLES_FILE,
+            Sample,
+            lambda sample: sample.step <= validated,
+            last_step=validated if options.sample.num_tokens and options.model.causal else -1,
         )
         _remove_lines(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
@@ -249,11 +255,19 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
         ) from error
 
 
-def _remove_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
-    """Remove the lines of a log for which `is_kept` is false; remove damaged lines with a warning."""
-    if count := num_damaged(path, kind):
-        log.warning("'%s' is damaged: %d of its lines cannot be read and are removed", path, count)
+def _remove_lines(
+    path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool], last_step: int = -1
+) -> None:
+    """Remove the lines of a log for which `is_kept` is false, and damaged ones; warn of lost lines.
+
+    The complete log has a line of `last_step`, unless that is -1.
+    """
+    count = num_damaged(path, kind)
     cut_lines(path, kind, is_kept)
+    if count:
+        log.warning("'%s' is damaged: %d of its lines cannot be read and are removed", path, count)
+    elif last_step >= 0 and last_step not in {line.step for line in read_lines(path, kind)}:
+        log.warning("'%s' lost lines: it has none of step %d", path, last_step)
 
 
 def _update_files(resume: Resume, files: Mapping[str, str]) -> None:

@@ -232,8 +232,8 @@ def test_a_run_on_a_full_disk_explains_how_to_resume(
 
 def another_rate(path: Path) -> None:
     text = path.read_text()
-    assert "learning_rate: 0.003" in text
-    path.write_text(text.replace("learning_rate: 0.003", "learning_rate: 0.007"))
+    assert "learning_rate: 0.01" in text
+    path.write_text(text.replace("learning_rate: 0.01", "learning_rate: 0.007"))
 
 
 ACCIDENTS: dict[str, Damage] = {
