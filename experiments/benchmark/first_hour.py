@@ -333,12 +333,13 @@ def tests(hour: Hour) -> list[str]:
     several = torch.cuda.device_count() >= 2
     if several:
         chosen.append("tests/training/test_parallel.py")
-    command = ["pytest", "-q", "-rf", "-n", "8", "-m", "gpu or not slow", "-W", "default", *chosen]
+    command = ["pytest", "-q", "--tb=line", "-n", "8", "-m", "gpu or not slow", "-W", "default"]
+    command += chosen
     if not hour.on_gpu:
         return [f"Needs a GPU: `{' '.join(command)}`"]
     done = run_program(["-m", *command])
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    failed = [f"- {line}" for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failed = [f"- {line}" for line in lines if ".py:" in line]
     if done.returncode:
         hour.todo.append("Tests failed, or did not run.")
     ranks = "" if several else "Ranks by NCCL need two GPUs, and were not tried."
