@@ -518,6 +518,11 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
             "seeds differ. Intervals of one seed are over windows of the validation text (bootstrap); they "
             "show how much the text matters, not the training seed."
         )
+    if any(arm.difference and arm.difference.is_pooled for arm in arms):
+        notes.append(
+            "With two seeds, the standard error of a difference is pooled over all arms of a baseline "
+            "(randomized blocks), as if every arm varied equally."
+        )
     seeds = {tuple(arm.seeds) for arm in arms}
     if len(seeds) > 1 and not over_windows:
         notes.append(

@@ -6,6 +6,7 @@ n is the number of seeds, d the paired differences, s their standard deviation (
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -27,6 +28,8 @@ SIGNIFICANT = 0.05
 """Significance level: a difference is claimed if its p-value after Holm's correction is below it."""
 MIN_SEEDS = 3
 """Minimum number of seeds for an interval; with two it would extend 12.7 standard errors to each side."""
+MIN_POOLED = 3
+"""Minimum number of arms over which the standard error of two seeds is pooled."""
 EQUALITY_MARGIN = 0.02
 """Nats per token: a smaller difference counts as equality, unless a study or the user sets another margin."""
 SMALL_DIFFERENCE = 0.05
@@ -56,13 +59,46 @@ def t_quantile(probability: float, degrees: int) -> float:
     return float(special.stdtrit(degrees, probability))
 
 
+class Estimate(NamedTuple):
+    """A mean over pairs, its standard error, and the degrees of freedom of that error."""
+
+    mean: float
+    error: float
+    degrees: int
+
+    @property
+    def interval(self) -> Interval:
+        """Student's interval, mean +- t(degrees) error."""
+        margin = t_quantile((1 + LEVEL) / 2, self.degrees) * self.error
+        return Interval(self.mean, self.mean - margin, self.mean + margin)
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided p-value of Student's t."""
+        if not self.error:
+            return float(self.mean == 0)
+        return float(2 * special.stdtr(self.degrees, -abs(self.mean / self.error)))
+
+    def equality_p_value(self, margin: float) -> float:
+        """Return the p-value of two one-sided t-tests that the mean lies between -margin and margin.
+
+        It is the larger of the p-values against a mean of -margin or less, and of margin or more (Schuirmann
+        1987). Below 0.05, the 90 % interval of the mean lies within the margin.
+        """
+        distance = margin - abs(self.mean)
+        if not self.error:
+            return float(distance <= 0)
+        return float(special.stdtr(self.degrees, -distance / self.error))
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean with the error s / sqrt(n)."""
+    return Estimate(fmean(values), stdev(values) / math.sqrt(len(values)), len(values) - 1)
+
+
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean with Student's interval, mean +- t(n - 1) s / sqrt(n); None with too few values."""
-    if len(values) < MIN_SEEDS:
-        return None
-    mean = fmean(values)
-    margin = t_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - margin, mean + margin)
+    """Return the mean with Student's interval; None with too few values."""
+    return estimate(values).interval if len(values) >= MIN_SEEDS else None
 
 
 @dataclass(frozen=True)
@@ -74,7 +110,7 @@ class PairedDifference:
     num_pairs: int
     """Number of shared seeds or windows."""
     interval: Interval | None = None
-    """Interval of the mean; this and the next two fields are None with fewer than `MIN_SEEDS` seeds."""
+    """Interval of the mean; this and the next two fields are None with too few seeds."""
     p_value: float | None = None
     """Two-sided p-value after Holm's correction; None over windows, which support no claim about training."""
     detectable: float | None = None
@@ -84,7 +120,9 @@ class PairedDifference:
     margin: float = EQUALITY_MARGIN
     """Largest difference that counts as equality, in nats per token."""
     p_equal: float | None = None
-    """`equality_p_value` after Holm's correction; None where `p_value` is."""
+    """`Estimate.equality_p_value` after Holm's correction; None where `p_value` is."""
+    is_pooled: bool = False
+    """True if the standard error is pooled over arms; see `paired_differences`."""
 
     @property
     def is_claimed(self) -> bool:
@@ -104,52 +142,60 @@ def paired_differences(
 
     An arm has its loss and the baseline's in each seed, in nats per token. The two runs of a seed share the
     data order and the initial weights outside the block, so that effects of the seed on both cancel in the
-    difference.
+    difference. With two seeds, the standard error is `pooled_error` if enough arms share baseline and seeds.
     """
-    shared = {
-        name: [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
-        for name, (losses, baseline) in arms.items()
-    }
-    paired = {name: d for name, d in shared.items() if len(d) > 1}
-    tested = {name: d for name, d in paired.items() if len(d) >= MIN_SEEDS}
-    p_values = dict(zip(tested, holm([_p_value(d) for d in tested.values()]), strict=True))
-    p_equal = holm([equality_p_value(d, margin) for d in tested.values()])
+    paired: dict[str, list[float]] = {}
+    with_two: dict[Any, list[str]] = defaultdict(list)
+    for name, (losses, baseline) in arms.items():
+        seeds = [seed for seed in losses if seed in baseline]
+        if len(seeds) > 1:
+            paired[name] = [losses[seed] - baseline[seed] for seed in seeds]
+        if len(seeds) == 2:
+            with_two[tuple((seed, baseline[seed]) for seed in sorted(seeds))].append(name)
+    tested = {name: estimate(d) for name, d in paired.items() if len(d) >= MIN_SEEDS}
+    pooled = [names for names in with_two.values() if len(names) >= MIN_POOLED]
+    for names in pooled:
+        error, degrees = pooled_error([paired[name] for name in names])
+        tested |= {name: Estimate(fmean(paired[name]), error, degrees) for name in names}
+    p_values = dict(zip(tested, holm([e.p_value for e in tested.values()]), strict=True))
+    p_equal = holm([e.equality_p_value(margin) for e in tested.values()])
     p_equal_values = dict(zip(tested, p_equal, strict=True))
     differences: dict[str, PairedDifference] = {}
     for name, d in paired.items():
-        sd, alpha = stdev(d), (1 - LEVEL) / len(tested if name in tested else paired)
+        found = tested.get(name, estimate(d))
+        sd, alpha = (
+            found.error * math.sqrt(len(d)),
+            (1 - LEVEL) / len(tested if name in tested else paired),
+        )
         differences[name] = PairedDifference(
             fmean(d),
             "seeds",
             len(d),
-            mean_interval(d),
+            found.interval if name in tested else None,
             p_values.get(name),
-            detectable_difference(sd, len(d), alpha=alpha) if name in tested else None,
+            detectable_difference(sd, len(d), alpha=alpha, degrees=found.degrees)
+            if name in tested
+            else None,
             seeds_needed(sd, alpha=alpha),
             margin,
             p_equal_values.get(name),
+            any(name in names for names in pooled),
         )
     return differences
 
 
-def _p_value(d: Sequence[float]) -> float:
-    """Return the two-sided p-value of Student's t."""
-    error = stdev(d) / math.sqrt(len(d))
-    if not error:
-        return float(fmean(d) == 0)
-    return float(2 * special.stdtr(len(d) - 1, -abs(fmean(d) / error)))
+def pooled_error(differences: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Return the standard error of a mean difference, pooled over arms, and its degrees of freedom.
 
-
-def equality_p_value(d: Sequence[float], margin: float) -> float:
-    """Return the p-value of two one-sided t-tests that the mean lies between -margin and margin.
-
-    It is the larger of the p-values against a mean of -margin or less, and of margin or more (Schuirmann
-    1987). Below 0.05, the 90 % interval of the mean lies within the margin.
+    Each arm has its difference from the same baseline in each of the same seeds. The seeds are the blocks of
+    a randomized block design, whose a + 1 arms, the baseline among them, share one residual variance (Cochran
+    and Cox 1957, chapter 4): error = sqrt(2 variance / seeds), with a (seeds - 1) degrees of freedom.
     """
-    error, distance = stdev(d) / math.sqrt(len(d)), margin - abs(fmean(d))
-    if not error:
-        return float(distance <= 0)
-    return float(special.stdtr(len(d) - 1, -distance / error))
+    rows = np.array([*differences, [0.0] * len(differences[0])])
+    residuals = rows - rows.mean(axis=1, keepdims=True) - rows.mean(axis=0) + rows.mean()
+    num_seeds = rows.shape[1]
+    degrees = len(differences) * (num_seeds - 1)
+    return math.sqrt(2 * float((residuals**2).sum()) / degrees / num_seeds), degrees
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -168,15 +214,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable_difference(
-    sd: float, num_pairs: int, *, alpha: float = 1 - LEVEL, power: float = POWER
+    sd: float,
+    num_pairs: int,
+    *,
+    alpha: float = 1 - LEVEL,
+    power: float = POWER,
+    degrees: int | None = None,
 ) -> float:
     """Return the smallest true difference that a paired t-test at `alpha` detects with probability `power`.
 
-    The result is nc * s / sqrt(n). nc is the noncentrality for which a noncentral t variable (n - 1 degrees
-    of freedom) exceeds the critical value t(1 - alpha / 2) with probability `power` (Cohen 1988, chapter 2).
-    The estimate s is treated as the true standard deviation.
+    The result is nc * s / sqrt(n). nc is the noncentrality for which a noncentral t variable (by default with
+    n - 1 `degrees` of freedom) exceeds the critical value t(1 - alpha / 2) with probability `power` (Cohen
+    1988, chapter 2). The estimate s is treated as the true standard deviation.
     """
-    degrees = num_pairs - 1
+    degrees = degrees or num_pairs - 1
     noncentrality = special.nctdtrinc(degrees, 1 - power, t_quantile(1 - alpha / 2, degrees))
     return float(noncentrality) * sd / math.sqrt(num_pairs)
 

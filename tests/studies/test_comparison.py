@@ -67,7 +67,7 @@ def test_two_seeds_are_shown_singly_with_the_number_of_seeds_needed() -> None:
     (row, *_), legend = tables(found)[0].rows, tables(found)[0].legend
     assert row == ["gelu", "2", "2.0050", "0.0071", "-", "-", "-"]
     assert tables(found)[0].rows[1][4:] == ["-0.1000", "-", "-"]
-    assert legend[-1] == "arms with fewer than 3 seeds have no interval"
+    assert legend[-1] == "a loss of two seeds has no interval"
     assert Comparison.of([r for r in gating(2) if r.arm == "gelu"]).verdicts == [
         "gelu: 2.0000 and 2.0100 nats per token in 2 seeds; an interval needs 3."
     ]

@@ -19,7 +19,7 @@ from moe_ffn.studies.statistics import (
     Interval,
     bootstrap_interval,
     detectable_difference,
-    equality_p_value,
+    estimate,
     holm,
     mean_interval,
     paired_differences,
@@ -64,7 +64,7 @@ def test_a_paired_difference_is_scipy_s() -> None:
         "a": alone
     }, "an arm without pairs makes no comparison"
     sd = stats.tstd([values[seed] - baseline[seed] for seed in values])
-    assert found.detectable == detectable_difference(sd, 10, alpha=0.05 / 4)
+    assert found.detectable == pytest.approx(detectable_difference(sd, 10, alpha=0.05 / 4))
 
 
 def test_equal_pairs_and_pairs_that_differ_by_the_same() -> None:
@@ -91,6 +91,35 @@ def test_two_pairs_have_a_mean_and_the_seeds_that_they_lack() -> None:
     assert found["three"] == alone, "corrected for the arms that are judged alone"
 
 
+def test_two_seeds_of_several_arms_have_the_error_of_a_block_design() -> None:
+    """Least squares with an effect of each arm and of each seed is the oracle."""
+    rng = np.random.default_rng(0)
+    names, losses_AS = ["base", *"abc"], rng.normal(2, 0.02, (4, 2)) + rng.normal(0, 0.1, 2)
+    rows = [(arm, seed) for arm in range(4) for seed in range(2)]
+    design = np.array([[*(a == arm for a in range(4)), seed] for arm, seed in rows], dtype=float)
+    observed = np.array([losses_AS[row] for row in rows])
+    solved = np.linalg.lstsq(design, observed, rcond=None)
+    contrast = np.array([-1, 1, 0, 0, 0])
+    variance = solved[1][0] / 3 * contrast @ np.linalg.inv(design.T @ design) @ contrast
+    effect, margin = contrast @ solved[0], stats.t.ppf(0.975, 3) * math.sqrt(variance)
+
+    arms = {n: dict(enumerate(map(float, row))) for n, row in zip(names, losses_AS, strict=True)}
+    pairs = {name: (arms[name], arms["base"]) for name in "abc"}
+    found = paired_differences(pairs)["a"]
+
+    assert found.is_pooled
+    assert found.interval == pytest.approx((effect, effect - margin, effect + margin))
+    assert estimate([1.0, 2.0]).degrees == 1
+    p_value = 2 * stats.t.sf(abs(effect) / math.sqrt(variance), 3)
+    assert found.p_value is not None
+    assert p_value <= found.p_value <= 3 * p_value + 1e-12, "Holm's"
+    assert paired_differences({"a": pairs["a"], "b": pairs["b"]})["a"].interval is None, (
+        "too few arms"
+    )
+    another = (arms["c"], arms["a"])
+    assert paired_differences({**pairs, "c": another})["a"].interval is None, "another baseline"
+
+
 def test_the_seeds_needed_are_the_fewest_that_find_the_difference() -> None:
     for sd, alpha in ((0.05, 0.05), (0.02, 0.01), (0.5, 0.05)):
         count = seeds_needed(sd, alpha=alpha)
@@ -107,11 +136,11 @@ def test_equality_is_scipy_s_two_one_sided_tests() -> None:
         d = [rng.gauss(mean, sd) for _ in range(8)]
         above: Any = stats.ttest_1samp(d, -0.02, alternative="greater")
         below: Any = stats.ttest_1samp(d, 0.02, alternative="less")
-        assert equality_p_value(d, 0.02) == pytest.approx(max(above.pvalue, below.pvalue))
+        assert estimate(d).equality_p_value(0.02) == pytest.approx(max(above.pvalue, below.pvalue))
         low, high = stats.t.interval(0.9, 7, np.mean(d), stats.sem(d))
-        assert (equality_p_value(d, 0.02) < 0.05) == (low > -0.02 and high < 0.02)
-    assert equality_p_value([0.01, 0.01, 0.01], 0.02) == 0
-    assert equality_p_value([0.02, 0.02, 0.02], 0.02) == 1, "the margin itself is no equality"
+        assert (estimate(d).equality_p_value(0.02) < 0.05) == (low > -0.02 and high < 0.02)
+    assert estimate([0.01] * 3).equality_p_value(0.02) == 0
+    assert estimate([0.02] * 3).equality_p_value(0.02) == 1, "the margin itself is no equality"
 
 
 def test_equality_is_corrected_over_the_arms() -> None:
@@ -120,8 +149,8 @@ def test_equality_is_corrected_over_the_arms() -> None:
     alone = paired_differences({"a": arm}, margin=0.01)["a"]
     one_of_three = paired_differences(dict.fromkeys("abc", arm), margin=0.01)["a"]
     assert alone.margin == 0.01
-    assert alone.p_equal == pytest.approx(equality_p_value(d, 0.01))
-    assert one_of_three.p_equal == pytest.approx(3 * equality_p_value(d, 0.01))
+    assert alone.p_equal == pytest.approx(estimate(d).equality_p_value(0.01))
+    assert one_of_three.p_equal == pytest.approx(3 * estimate(d).equality_p_value(0.01))
     assert alone.is_equal
     assert not paired_differences({"a": arm}, margin=0.002)["a"].is_equal
 

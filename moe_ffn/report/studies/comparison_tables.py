@@ -57,7 +57,7 @@ def _losses(comparison: Comparison) -> Table:
             "detectable: true difference that these seeds find with 80 % power",
         ]
     if any(1 < len(arm.losses) < MIN_SEEDS for arm in comparison.arms):
-        legend.append(f"arms with fewer than {MIN_SEEDS} seeds have no interval")
+        legend.append("a loss of two seeds has no interval")
     rows = []
     for arm in comparison.arms:
         row = [
@@ -218,7 +218,7 @@ def tables_by_size(comparison: Comparison, sizes: Sequence[str]) -> list[Table]:
             _difference_cell,
             [
                 "nats per token, paired by seed; of a baseline, its loss",
-                "±: 95 % interval over windows of the text for one seed, over seeds for three or more",
+                "±: 95 % interval, over windows of the text with one seed, otherwise over seeds",
             ],
         ),
         table(

@@ -150,7 +150,12 @@ def study_page(
         pairing=_pairing([arm.results[0] for arm in arms]),
         result=result,
         tables=map(markdown, tables(comparison)) if study.sizes else [],
-        covered=_COVERED[frozenset(arm.interval_over for arm in arms if arm.interval)],
+        covered=_COVERED[
+            frozenset(
+                [arm.interval_over for arm in arms if arm.interval]
+                + [d.over for arm in arms if (d := arm.difference) and d.interval]
+            )
+        ],
         all_flops=all_flops,
         tuning=tuned,
         fits=fits,
