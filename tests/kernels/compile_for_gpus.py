@@ -2,7 +2,7 @@
 
 Both operators run on tensors without data, and a launch compiles its kernel instead of running it. The
 interpreter, under which the other tests run, shows none of what is printed here: one JSON line per compiled
-kernel, or with `--table` the table of docs/performance/nvidia-h200.md. `test_triton.py` runs it in a process
+kernel, or with `--table` the table of docs/performance/compiled.md. `test_triton.py` runs it in a process
 of its own.
 
     python -m tests.kernels.compile_for_gpus [--table] [WORD of "sm_90 OLMoE 1B-7B bfloat16" ...]
