@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import re
+from collections import defaultdict
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from moe_ffn import DecoderConfig, build_ffn, load_balancing_loss
 from moe_ffn.cli.demo import MODEL
 from moe_ffn.cli.trace import trace_folder
 from moe_ffn.ffn.networks import memories
-from moe_ffn.studies.statistics import mean_interval
+from moe_ffn.studies.statistics import paired_differences
 
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER.parent / "studies"
@@ -62,6 +63,10 @@ class Drawing:
         places = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         look = f'stroke="var(--{colour})" stroke-width="{_n(width)}" stroke-dasharray="{dash}"'
         self.parts.append(f'<polyline points="{places}" fill="none" {look}/>')
+
+    def dot(self, at: Point, colour: str) -> None:
+        place = f'cx="{_n(at[0])}" cy="{_n(at[1])}"'
+        self.parts.append(f'<circle {place} r="5" fill="var(--{colour})"/>')
 
     def arrow(self, start: Point, end: Point, colour: str, width: float = 2) -> None:
         self.line([start, end], colour, width)
@@ -255,60 +260,50 @@ def cost(page: dict[str, Any]) -> Drawing:
 
 EXPERTS = ("#6ec6ca", "#f6cf71", "#f89c74", "#dcb0f2", "#87c55f", "#9eb9f3", "#fe88b1", "#c9db74")
 """Colour of each expert; dark text is readable on all of them."""
-DENSE = ("gating", "gelu")
-"""Study and arm of the best dense block of its budget."""
-SPARSE = {"8 experts": ("experts", "e8,d_model=64"), "32 experts": ("experts", "e32,d_model=64")}
-"""Label -> study and arm."""
-
-
-def losses_of(study: str, arm: str) -> tuple[list[float], dict[int, list[float]]]:
-    """Return training FLOPs, in 1e12, and by seed the losses at the validations of an arm."""
-    table = (STUDIES / study / "results.jsonl").read_text(encoding="utf-8")
-    runs = [run for run in map(json.loads, table.splitlines()) if run["arm"] == arm]
-    per_token = 3 * runs[0]["budget"]["model"]["flops_per_token"] / 1e12
-    flops = [per_token * tokens for tokens in runs[0]["validation"]["tokens"]]
-    return flops, {run["seed"]: run["validation"]["losses"] for run in runs}
+DENSE = "l_swiglu"
+"""Best dense block of the largest size of the study `ladder`."""
+SHOWN = {
+    "l_e32": "32 experts",
+    "l_e8": "8 experts",
+    "l_e32_hash": "32, chosen by hash",
+    "l_e32_frozen": "32, random router",
+    "l_gelu": "dense GELU",
+}
+"""Arm -> label."""
 
 
 def draw_differences(drawing: Drawing, left: float) -> None:
-    """Draw the losses of sparse models minus that of a dense one over training FLOPs.
+    """Draw the final losses of blocks minus that of the best dense block, with 95 % intervals over seeds."""
 
-    Bars are 95 % intervals of the mean over seeds.
-    """
+    def at(difference: float) -> float:
+        return left + 180 + 1250 * (difference + 0.08)
 
-    def at(flops: float, difference: float) -> Point:
-        return left + 60 * (flops - 0.4), 100 - 1800 * difference
-
-    drawing.text((left - 30, 34), "Loss minus dense, nats per token", kind="title")
-    for difference in (0.02, 0, -0.02, -0.04):
-        start, end = at(0.4, difference), at(2.7, difference)
-        drawing.line([start, end], "grid" if difference else "mute", 1 if difference else 2.5)
-        drawing.text(
-            (left - 6, start[1] + 4), f"{difference:+g}" if difference else "0", "end", "small"
-        )
-    drawing.text((at(2.7, 0)[0] + 4, 104), "dense", kind="small")
-    for flops in (1, 2):
-        drawing.text((at(flops, 0)[0], 222), f"{flops}e12", "middle", "small")
-    drawing.text((at(2.7, 0)[0] + 4, 222), "training FLOPs", kind="small")
-    drawing.text((left - 30, 246), "width 64, equal FLOPs; 5 seeds, 95 % bars", kind="small")
-    _, dense = losses_of(*DENSE)
-    for (label, arm), colour in zip(SPARSE.items(), ("blue", "orange"), strict=True):
-        flops, losses = losses_of(*arm)
-        seeds = losses.keys() & dense.keys()
-        gaps = [[a - b for a, b in zip(losses[n], dense[n], strict=True)] for n in seeds]
-        found = [mean_interval(at_step) for at_step in zip(*gaps, strict=True)]
-        points = [(x, y) for x, y in zip(flops, found, strict=True) if y and y.value < 0.03]
-        for x, interval in points:
-            drawing.line([at(x, interval.low), at(x, min(interval.high, 0.03))], colour, 1)
-        drawing.line([at(x, interval.value) for x, interval in points], colour, 2.5)
-        last = points[-1][1].value
-        end = (at(2.7, 0)[0] + 4, at(0, last)[1] + 4)
-        drawing.text(end, f"{label} {last:+.3f}", kind="small")
+    table = (STUDIES / "ladder" / "results.jsonl").read_text(encoding="utf-8")
+    losses: dict[str, dict[int, float]] = defaultdict(dict)
+    for run in map(json.loads, table.splitlines()):
+        if run["arm"].startswith("l_") and not run["tuning"]:
+            losses[run["arm"]][run["seed"]] = run["outcome"]["validation_loss"]
+    dense = losses.pop(DENSE)
+    found = paired_differences({arm: (by_seed, dense) for arm, by_seed in losses.items()})
+    drawing.text((left, 34), "Loss minus dense SwiGLU, nats per token", kind="title")
+    for difference in (-0.08, -0.04, 0, 0.04):
+        x = at(difference)
+        drawing.line([(x, 62), (x, 206)], "grid" if difference else "mute", 1 if difference else 2)
+        drawing.text((x, 222), f"{difference:+g}" if difference else "0", "middle", "small")
+    for row, (arm, label) in enumerate(SHOWN.items()):
+        mean, low, high = found[arm].interval or (0, 0, 0)
+        y, colour = 78 + 29 * row, "blue" if mean < 0 else "orange"
+        drawing.text((left, y + 4), label, kind="small")
+        drawing.text((left + 164, y + 4), f"{mean:+.3f}", "end", "small")
+        drawing.line([(at(low), y), (at(high), y)], colour, 2)
+        drawing.dot((at(mean), y), colour)
+    note = "study ladder: equal FLOPs, 53 M tokens, 2 seeds, 95 % bars"
+    drawing.text((left, 246), note, kind="small")
 
 
 def overview() -> Drawing:
-    """Draw the picture of the README: the expert of each token, and losses over training FLOPs."""
-    drawing, cell = Drawing(940, 262), 36
+    """Draw the picture of the README: the expert of each token, and losses of blocks."""
+    drawing, cell = Drawing(1000, 262), 36
     trace = trace_folder(MODEL, b"for i in range(10):\n    print(i)", None, trust_code=False)
     drawing.text((24, 34), "Each token's first-choice expert, layer by layer", kind="title")
     for column, token in enumerate(trace.tokens):
@@ -323,7 +318,7 @@ def overview() -> Drawing:
         drawing.text((24, 99 + cell * row), f"layer {row}", kind="small")
     note = "moe-ffn demo shows this for any text: a small model trained on Python source, 8 experts, top-2"
     drawing.text((24, 246), note, kind="small")
-    draw_differences(drawing, 680)
+    draw_differences(drawing, 640)
     return drawing
 
 
