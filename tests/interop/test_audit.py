@@ -1201,6 +1201,8 @@ def test_experts_in_a_list_are_checked_as_far_as_they_can_be_seen() -> None:
     assert report.facts["experts"] == "4, ? per token"
     skipped = {finding.check for finding in report.findings if finding.verdict == "skip"}
     assert skipped == {"balancing", "structure", "kernels", "health", "order"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    assert "learning" not in problems(audit(model, batch(), optimizer)), "equal rates"
 
     model.experts[2].requires_grad_(requires_grad=False)
     frozen = audit(model, batch())
