@@ -107,8 +107,8 @@ def test_the_page_has_question_design_and_result(page: StudyPage) -> None:
     titles = ["What would change our mind", "What this does not show", "Design", "How it was made"]
     assert list(found) == ["", "Result", *titles]
     assert found[""].startswith("# Do gates beat activations?\n\nPublished: ReLU 1.997")
-    assert "| gelu | dense" in found["Design"]
-    assert "| swiglu | `model.ffn: dense" in found["Design"]
+    assert "| gelu | - | dense | 250 |" in found["Design"]
+    assert "| swiglu | gelu | swiglu | 250 |" in found["Design"]
     assert "- swiglu is better than gelu by 0.1000 [0.1000, 0.1000]" in found["Result"]
     assert "| swiglu | 3 | 2.0003 " in found["Result"]
     assert found["What would change our mind"].strip() == "A larger model."
@@ -126,6 +126,31 @@ def test_the_page_has_question_design_and_result(page: StudyPage) -> None:
     verdict = re.search(r"- (swiglu is better .*)", page.markdown)
     assert verdict is not None
     assert page.summary == f"| [Do gates beat activations?](gating.md) | {verdict[1]} |"
+
+
+def test_the_design_shows_what_each_arm_changes_and_notes_follow_the_limits() -> None:
+    rate, dense = "optimizer.learning_rate", {"model.ffn.type": "dense", "model.d_model": 64}
+    results = [
+        make_result("few", 0, options={"model.ffn.num_experts": 4, rate: 0.1}),
+        make_result("many", 0, options={"model.ffn.num_experts": 16, rate: 0.1}),
+        make_result("dense", 0, options=dense | {rate: 0.1}, steps=200),
+        make_result("faster", 0, options=dense | {rate: 0.2}),
+    ]
+    arms = "arms: {few: , many: , dense: , faster: }\n"
+    found = page_of(f"{arms}baseline: few\nbaselines: {{dense: null, faster: dense}}", results)
+
+    block = "moe, 4 experts (swiglu), top_k k=2"
+    rows = [line.split(" | ")[:3] for line in found["Design"].splitlines() if line[:2] == "| "]
+    assert rows[2:] == [
+        ["| few", "-", f"{block}<br>`num_experts 4`<br>`model.d_model 128`"],
+        ["| many", "few", "`num_experts 16`"],
+        ["| dense", "-", f"dense<br>`model.d_model 64`<br>`{rate} 0.1`"],
+        ["| faster", "dense", f"`{rate} 0.2`"],
+    ]
+    limits = found["What this does not show"].strip().splitlines()
+    assert limits[2].startswith("- The arms are trained on different numbers of tokens: few on ")
+    assert limits[3].startswith("- One seed has no interval over seeds")
+    assert "numbers of tokens" not in found["Result"]
 
 
 def test_blocks_stand_side_by_side_at_each_size() -> None:
