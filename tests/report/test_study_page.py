@@ -373,11 +373,11 @@ def test_an_effect_of_the_seed_on_all_arms_widens_no_interval_of_a_fit() -> None
 
 def test_a_fit_with_too_few_runs_is_explained_on_the_page(results: list[RunResult]) -> None:
     found = page_of(GATING + "fit: [clark, granularity, leverage, isoflop]", results)
-    refused = "no fit; 6 runs at 1 sizes cannot determine 4 parameters"
-    assert refused in found["Scaling with experts"]
+    rejected = "no fit; 6 runs at 1 sizes cannot determine 4 parameters"
+    assert rejected in found["Scaling with experts"]
     assert found["Best granularity"].strip().startswith("No fit: set `axis` of the study")
-    refused = "| gelu | 3e+06 | - | 3 runs at 1 sizes cannot determine 3 parameters;"
-    assert refused in found["Best size at each budget"]
+    rejected = "| gelu | 3e+06 | - | 3 runs at 1 sizes cannot determine 3 parameters;"
+    assert rejected in found["Best size at each budget"]
 
 
 def test_flops_of_the_model_that_runs_began_with_are_counted_and_arms_cross_on_the_page() -> None:
