@@ -43,7 +43,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 if not torch.cuda.is_available():
     # Triton reads it once, when it is imported, which a library under test may do before a kernel's
-    # own test. It changes nothing for torch, whose compiler uses Triton on GPUs alone.
+    # own test. It changes nothing for torch, whose compiler uses Triton only on GPUs.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # `torch.manual_seed` would write down its whole stack for each kind of device that is not there,
     # which takes most of the time of a small test.

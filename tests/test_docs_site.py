@@ -23,7 +23,7 @@ from tests.helpers.tiny_runs import ForkedTraining
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 sys.path.append(str(DOCS / "_ext"))
-from generated import with_generated_parts  # noqa: E402
+from generated import with_counts, with_generated_parts  # noqa: E402
 
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
 WRITTEN = [name for name in PAGES if not name.startswith("docs/studies/")]
@@ -235,6 +235,9 @@ def test_a_page_is_short(name: str) -> None:
     assert len(PAGES[name].read_text(encoding="utf-8").splitlines()) <= 250
 
 
+COUNTED = re.compile(r"\d+(?=\s\[(?:blocks|routers)\]|, with expert choice|, with `forced`)")
+"""Numbers of blocks and routers."""
+
 GENERATED = [name for name in WRITTEN if "<!-- generated: " in PAGES[name].read_text("utf-8")]
 
 
@@ -243,6 +246,14 @@ def test_the_tables_in_a_page_are_those_of_the_code(name: str) -> None:
     text = PAGES[name].read_text(encoding="utf-8")
     assert text.count("<!-- generated: ") == text.count("<!-- end -->")
     assert with_generated_parts(text) == text, "`python docs/_ext/generated.py` writes the tables"
+
+
+@pytest.mark.parametrize(("page", "counts"), [("README.md", 3), ("docs/reference/libraries.md", 3)])
+def test_counts_of_blocks_and_routers_are_those_of_the_code(page: str, counts: int) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    wrong, found = COUNTED.subn("99", text)
+    assert found == counts
+    assert with_counts(wrong) == text, "`python docs/_ext/generated.py` writes the counts"
 
 
 def test_the_arguments_of_each_program_are_listed_once() -> None:

@@ -58,7 +58,7 @@ def test_strides_of_tokens_mask_and_gradient_change_nothing(
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3), (2, 0, 3), (2, 3)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_tokens_and_padding_alone_give_zeros_and_gradients_of_zero(
+def test_no_tokens_and_only_padding_give_zeros_and_gradients_of_zero(
     backend: str, shape: tuple[int, ...], build_moe: Any, dtype_of: Any
 ) -> None:
     more = {"zero_computation": {"num_copy": 1, "num_constant": 1}, "experts": {"bias": True}}
@@ -125,7 +125,7 @@ def test_autocast_lowers_the_experts_but_not_the_router(
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in moe.parameters())
 
 
-def test_grouped_mm_refuses_what_it_cannot_compute(build_moe: Any) -> None:
+def test_grouped_mm_rejects_what_it_cannot_compute(build_moe: Any) -> None:
     moe = build_moe("grouped_mm")
     with pytest.raises(ValueError, match=r"takes torch\.float32, .*got torch\.float64.*'loop'"):
         moe.double()(torch.zeros(3, D_MODEL, dtype=torch.float64))
@@ -171,7 +171,7 @@ def test_activation_checkpointing_draws_alike_and_changes_no_gradient(
 def test_torch_compile_changes_no_gradient(
     backend: str, build_moe: Any, tokens_and_mask: Any, gradients: Any
 ) -> None:
-    # grouped_mm compiles in bfloat16 alone, where fused steps round less often than separate ones.
+    # grouped_mm compiles only in bfloat16, where fused steps round less often than separate ones.
     dtype, tolerance = torch.float64, 1e-12  # sums of tens of terms, rounded at 1e-16
     if backend == "grouped_mm":
         dtype, tolerance = torch.bfloat16, REDUCED[torch.bfloat16]
@@ -232,7 +232,7 @@ def test_dropped_and_padded_pairs_come_last_with_weight_zero(make_routing: Any) 
     assert plan.weights_N.tolist() == [1, 1, 0, 0]
 
 
-def test_weights_carry_the_gradient_of_computed_pairs_alone(make_routing: Any) -> None:
+def test_weights_carry_the_gradient_of_only_computed_pairs(make_routing: Any) -> None:
     weights = torch.tensor([0.5, 0.25, 0.125], requires_grad=True)
     routing = make_routing(
         [[1], [0], [0]], 2, weights_N=weights, dropped_N=torch.tensor([False, False, True])

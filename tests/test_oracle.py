@@ -1,7 +1,7 @@
 """THE oracle: a double loop over tokens and their pairs, compared with every way to compute an MoE.
 
 The registries drive the parameters, so a newly registered router, kind of experts or backend is
-tested by being registered. Routers, limits and experts meet in the plan alone, so the quick suite crosses
+tested by being registered. Routers, limits and experts meet only in the plan, so the quick suite crosses
 limits with experts, and a router of each shape of plan with both; `make test-slow` crosses all three.
 Backends share one result of the oracle, which is slow.
 """
@@ -53,7 +53,7 @@ EXPERTS_ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
 """type -> id -> arguments. A member that is missing here is tested with its defaults."""
 
 NEAR_ANOTHER = {"clamped_swiglu-after", "clamped_swiglu-silu", "soft_capped_swiglu", "geglu_tanh"}
-"""Experts that differ from others in `ExpertWeights.activate` alone: quick with everything else usual."""
+"""Experts that differ from others only in `ExpertWeights.activate`: quick with everything else usual."""
 
 NO_KERNEL = {("triton", name) for name in NEAR_ANOTHER - {"geglu_tanh"}}
 """Backends that reject experts by name."""

@@ -42,7 +42,7 @@ def tokens(*shape: int) -> Tensor:
 # ------------------------------------------------------------------------------------- routings
 
 
-def test_a_routing_without_a_name_is_refused() -> None:
+def test_a_routing_without_a_name_is_rejected() -> None:
     routing = build_ffn("moe", D_MODEL)(tokens(2, 6)).routing
     wrong: Any = routing
     with pytest.raises(TypeError, match=r"routings is a mapping; use \{'routing': routing\}"):
@@ -96,9 +96,9 @@ NEEDING: dict[str, tuple[str, Callable[[Routing], object]]] = {
 @pytest.mark.parametrize("name", NEEDING)
 def test_functions_that_need_a_table_name_it(tableless: Routing, name: str) -> None:
     table, use = NEEDING[name]
-    with pytest.raises(ValueError, match=r"^.+$") as refused:
+    with pytest.raises(ValueError, match=r"^.+$") as rejected:
         use(tableless)
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         f"{name} needs {table}, a number for each expert and token, which this router does not return for "
         "its 4 experts"
     )

@@ -183,7 +183,7 @@ OURS: dict[str, Callable[[], Any]] = {
     "hf_switch/top1_groups=layers": lambda: mean_of_layers(load_balancing_loss, 1),
     "hf_switch/z_groups=layers": lambda: mean_of_layers(router_z_loss, 1),
     "hf_switch/top2_groups=layers": lambda: 2 * mean_of_layers(load_balancing_loss, 2),
-    # DeepSpeed's top-1 and top-2 gates balance the first choice alone.
+    # DeepSpeed's top-1 and top-2 gates balance only the first choice.
     "deepspeed/top1_l_aux": lambda: load_balancing_loss(softmax(1)).item(),
     "deepspeed/top1_capacity_cf1": lambda: int(capacity_of(softmax(1), 1.0)),
     "deepspeed/top1_counts": lambda: counts(softmax(1)),
@@ -194,7 +194,7 @@ OURS: dict[str, Callable[[], Any]] = {
     "deepspeed/top2_counts": lambda: counts(softmax(2)),
     **top_2_gate("topk2_probs", by_probability),
     **top_2_gate("topk2_position", by_position),
-    # Tutel's gshard loss balances the first choice alone.
+    # Tutel's gshard loss balances only the first choice.
     "tutel/gshard_k2_layer0": lambda: load_balancing_loss(softmax(1)).item(),
     "tutel/load_importance_layer0_noise1_no_noise_drawn": tutels_importance_and_load,
     "olmo_core/lb_local_batch_k2_layer0_as_B3_S4": lambda: load_balancing_loss(softmax(2)).item(),

@@ -18,9 +18,7 @@ import torch
 import moe_ffn
 from moe_ffn.cli import which
 from moe_ffn.cli.train import parse
-from moe_ffn.config.option_tree import members_of, merge
-from moe_ffn.ffn import FFNConfig
-from moe_ffn.routing import RouterConfig
+from moe_ffn.config.option_tree import merge
 from moe_ffn.studies.which import Question
 from tests.helpers.cases import python_with
 from tests.helpers.tiny_runs import ForkedTraining, no_page
@@ -340,15 +338,6 @@ def test_the_rows_about_other_libraries_are_those_of_the_page():
     page = (ROOT / "docs" / "reference" / "libraries.md").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 9
     assert set(rows) <= set(page)
-
-
-def test_the_numbers_of_blocks_and_routers_are_those_of_the_code():
-    for family, shown in (
-        (FFNConfig, "There are {} [blocks]"),
-        (RouterConfig, "and {} [routers]"),
-    ):
-        count = sum(map(len, members_of(family).values()))
-        assert shown.format(count) in " ".join(README.split())
 
 
 def test_the_quoted_message_is_the_real_one(

@@ -27,7 +27,7 @@ AHEAD = "so a causal model could see the tokens it must predict"
 
 
 @pytest.mark.parametrize("ffn", FFNConfig.members)
-def test_every_block_of_the_package_passes_and_is_refused_in_a_causal_model_where_it_is_not(
+def test_every_block_of_the_package_passes_and_is_rejected_in_a_causal_model_where_it_is_not(
     ffn: str,
 ) -> None:
     causal = FFNConfig.model_validate(ffn).unsupported(UseCase(causal=True)) is None
@@ -73,7 +73,7 @@ class Leaking(FFNBlock):
         return FFNOutput(self.up(x + x.roll(-1, dims=1)))
 
 
-def test_a_built_block_that_looks_ahead_is_refused_in_a_causal_model_alone() -> None:
+def test_a_built_block_that_looks_ahead_is_rejected_only_in_a_causal_model() -> None:
     with pytest.raises(
         ConfigError,
         match=rf"^Leaking: its output at position 255 changes .*, {AHEAD}; .*, or pass causal=False$",
@@ -83,7 +83,7 @@ def test_a_built_block_that_looks_ahead_is_refused_in_a_causal_model_alone() -> 
 
 
 class LeakingInTraining(Leaking):
-    """Looks ahead in training alone, where dropout makes each output another."""
+    """Looks ahead only in training, where dropout makes each output another."""
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         if not self.training:
@@ -114,7 +114,7 @@ class Deaf(FFNBlock):
         return {"routing": self.router}
 
 
-def test_a_block_whose_output_does_not_teach_its_router_is_refused() -> None:
+def test_a_block_whose_output_does_not_teach_its_router_is_rejected() -> None:
     with pytest.raises(
         ConfigError,
         match=r"^Deaf: hidden has no gradient with respect to the parameters of its router;",
@@ -149,7 +149,7 @@ class CosineRouter(LinearRouter):
         logits_TE = self.logits(x_TD) / (1 if mistake == "auxiliary" else temperature)
         scores_TE = logits_TE.softmax(dim=-1)
         weights_TK, ids_TK = scores_TE.topk(self.config.k, dim=-1)
-        if mistake == "auxiliary":  # the temperature learns from the balancing losses alone
+        if mistake == "auxiliary":  # the temperature learns only from the balancing losses
             scores_TE = (logits_TE / temperature).softmax(dim=-1)
         return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context)
 
@@ -174,7 +174,7 @@ class CosineRouter(LinearRouter):
         ),
     ],
 )
-def test_a_router_that_breaks_a_promise_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_router_that_breaks_a_promise_is_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{message}$"):
         check_router(CosineConfig.model_validate(options), D_MODEL, 4)
 

@@ -53,7 +53,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip(python, "install", "--no-deps", "--no-index", str(wheel))
     own = sysconfig.get_path("purelib", vars={"base": str(folder)})
     # Its packages come first. That of this clone is in none of these folders: it is installed by a
-    # .pth file, which Python reads in an environment's own folder alone.
+    # .pth file, which Python reads only in an environment's own folder.
     packages = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
     (Path(own) / "the_packages_of_the_tests.pth").write_text("\n".join(packages) + "\n")
     return folder

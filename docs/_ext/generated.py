@@ -1,8 +1,8 @@
 """Parts of the reference that are written from the code.
 
 They are in the pages themselves, so that a code host shows them: from a comment such as
-`<!-- generated: options data -->` to `<!-- end -->`. `python docs/_ext/generated.py` writes them, and a test
-compares them with the code.
+`<!-- generated: options data -->` to `<!-- end -->`. Counts of blocks and routers stand in sentences.
+`python docs/_ext/generated.py` writes them, and a test compares them with the code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from moe_ffn.config.option_tree import (
     option_tree,
     show_value,
 )
+from moe_ffn.ffn import FFNConfig
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, WHERE, Metric
+from moe_ffn.routing import RouterConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.config import StudyConfig
 
@@ -455,6 +457,23 @@ def with_generated_parts(text: str) -> str:
     )
 
 
+def with_counts(text: str) -> str:
+    """Replace the numbers of blocks, of routers and of their kinds in sentences and tables."""
+    blocks, routers = (
+        [name for names in members_of(family).values() for name in names]
+        for family in (FFNConfig, RouterConfig)
+    )
+    # As docs/reference/libraries.md counts them for every library.
+    kinds = {"top_k" if name.endswith("top_k") else name for name in routers} - {"forced"}
+    for pattern, names in {
+        r"\d+(?=\s\[blocks\])": blocks,
+        r"\d+(?=\s\[routers\])|(?<=By names it is )\d+": routers,
+        r"\d+(?=, with expert choice)": kinds,
+    }.items():
+        text = re.sub(pattern, str(len(names)), text)
+    return text
+
+
 def tables_of_contents(text: str, folder: Path) -> str:
     """Return the pages of the sidebar below an index page: those that it links to, by their last heading."""
     captions: dict[str, str] = {}
@@ -539,5 +558,6 @@ def setup(app: Any) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    for path in (DOCS / "README.md", *REFERENCE.rglob("*.md")):
-        path.write_text(with_generated_parts(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in (DOCS.parent / "README.md", DOCS / "README.md", *REFERENCE.rglob("*.md")):
+        text = with_generated_parts(path.read_text(encoding="utf-8"))
+        path.write_text(with_counts(text), encoding="utf-8")

@@ -28,8 +28,13 @@ def option_differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> lis
 
     A section whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.
     """
+    return [f"{path}: {old} -> {new}" for path, old, new in option_changes(base, other)]
+
+
+def option_changes(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (path, value in `base`, value in `other`), in words, of each option that differs."""
     return [
-        f"{path}: {_describe(path, old, base)} -> {_describe(path, new, other)}"
+        (path, _describe(path, old, base), _describe(path, new, other))
         for path, old, new in differing(base, other)
     ]
 

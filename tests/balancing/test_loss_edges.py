@@ -118,7 +118,7 @@ def test_losses_reject_values_that_are_not_a_routing(name: str) -> None:
             function(wrong)
 
 
-def test_the_pooled_loss_of_no_layer_is_refused() -> None:
+def test_the_pooled_loss_of_no_layer_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"^load_balance_pooled needs the routing of at least one"):
         pooled_load_balancing_loss([])
 
@@ -152,7 +152,7 @@ def padded_routing() -> Routing:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_gradient_flows_through_one_field_alone(name: str) -> None:
+def test_the_gradient_flows_through_only_one_field(name: str) -> None:
     routing, by_name = leaves(padded_routing())
     gradients = torch.autograd.grad(
         LOSSES[name](routing), list(by_name.values()), allow_unused=True

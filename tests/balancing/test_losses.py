@@ -190,7 +190,7 @@ def test_an_undecided_router_has_the_entropy_and_z_of_even_logits(
     assert router_entropy_loss(collapsed(3, 1, num_experts)).item() == 0
 
 
-def test_layers_collapsed_onto_opposite_halves_hide_in_the_pooled_loss_alone() -> None:
+def test_layers_collapsed_onto_opposite_halves_hide_only_in_the_pooled_loss() -> None:
     # E = 4, k = 2: f = P = 1/2 on two experts: 4 * 2 * 1/4 = 2 in each layer; even when pooled.
     layers = [collapsed(6, 2, 4), collapsed(6, 2, 4, first=2)]
     assert [load_balancing_loss(layer).item() for layer in layers] == [2, 2]
@@ -207,10 +207,10 @@ def test_the_pooled_loss_is_that_of_all_layers_tokens_as_one_batch() -> None:
     )
 
 
-# ------------------------------------------------------------------------------- refused
+# ------------------------------------------------------------------------------- rejected
 
 
-def test_pooling_layers_of_different_sizes_is_refused() -> None:
+def test_pooling_layers_of_different_sizes_is_rejected() -> None:
     message = (
         r"load_balance_pooled needs equally many experts in every layer, got 4, 8; use load_balance"
     )
@@ -218,7 +218,7 @@ def test_pooling_layers_of_different_sizes_is_refused() -> None:
         pooled_load_balancing_loss([balanced(1, 4), balanced(1, 8)])
 
 
-def test_the_load_loss_of_a_router_without_noise_is_refused(make_routing: Any) -> None:
+def test_the_load_loss_of_a_router_without_noise_is_rejected(make_routing: Any) -> None:
     message = (
         r"load_cv2 needs a NoisyRouting, which router\.type 'noisy_top_k' returns in training; "
         r"use load_balance with other routers"
@@ -227,7 +227,7 @@ def test_the_load_loss_of_a_router_without_noise_is_refused(make_routing: Any) -
         load_cv2_loss(make_routing([[0]], 2))
 
 
-def test_the_sparsity_loss_of_a_router_without_a_target_is_refused(make_routing: Any) -> None:
+def test_the_sparsity_loss_of_a_router_without_a_target_is_rejected(make_routing: Any) -> None:
     message = r"relu_sparsity needs a SparsityTargetRouting, which router\.type 'relu' returns"
     with pytest.raises(ValueError, match=message):
         relu_sparsity_loss(make_routing([[0]], 2))
@@ -267,7 +267,7 @@ def test_the_coupling_loss_and_its_gradients_are_those_of_loops(alpha: float) ->
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_experts_that_respond_to_their_own_rows_alone_have_no_coupling_loss() -> None:
+def test_experts_that_respond_only_to_their_own_rows_have_no_coupling_loss() -> None:
     rows_ED = torch.eye(3)
     own, others = torch.diag_embed(rows_ED), torch.diag_embed(1 - rows_ED)
     assert coupling_loss(rows_ED, own, alpha=0.0) == 0

@@ -141,7 +141,7 @@ def test_the_mean_over_micro_batches_is_the_whole_batch_exactly_for_these_rules(
     logits_LTE = layers.requires_grad_()
     mask_T = torch.ones(num_tokens, dtype=torch.bool)
     if padded:
-        mask_T[3:6] = False  # of the first part alone
+        mask_T[3:6] = False  # only of the first part
         mask_T[8:12] = False
 
     def routings(tokens: slice) -> list[Routing]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-REFUSED: dict[str, str | re.Pattern[str]] = {
+REJECTED: dict[str, str | re.Pattern[str]] = {
     # Keys.
     "--model.dmodel 3": ("model.dmodel: unknown; did you mean 'd_model'?"),
     "--model.ffn.type dense --model.ffn.num_experts 4": (
@@ -234,18 +234,18 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
 """Command line, with `&` for a space within a word -> answer."""
 
 
-@pytest.mark.parametrize("typed", REFUSED)
-def test_bad_options_are_refused_by_path(refuse: Callable[..., str], typed: str) -> None:
-    answer = REFUSED[typed]
-    said = refuse(*(word.replace("&", " ") for word in typed.split()))
+@pytest.mark.parametrize("typed", REJECTED)
+def test_bad_options_are_rejected_by_path(reject: Callable[..., str], typed: str) -> None:
+    answer = REJECTED[typed]
+    said = reject(*(word.replace("&", " ") for word in typed.split()))
     if isinstance(answer, str):
         assert said == answer
     else:
         assert answer.match(said), said
 
 
-def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
-    said = refuse("--seed", "x", "--model.d_modl", "3", "--sample.top_k", "0", lines=3)
+def test_three_mistakes_are_all_named(reject: Callable[..., str]) -> None:
+    said = reject("--seed", "x", "--model.d_modl", "3", "--sample.top_k", "0", lines=3)
     assert said.splitlines() == [
         "seed: must be a whole number, got 'x'",
         "model.d_modl: unknown; did you mean 'd_model'?",
@@ -254,15 +254,15 @@ def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
 
 
 def test_a_misplaced_option_in_a_file_is_explained(
-    refuse: Callable[..., str], tmp_path: Path
+    reject: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text("arms: {a: swiglu}")
-    assert refuse("--config", str(tmp_path / "mine.yaml")) == (
+    assert reject("--config", str(tmp_path / "mine.yaml")) == (
         f"--config {tmp_path / 'mine.yaml'}: is a study; its runs are trained by moe-ffn sweep --config "
         f"{tmp_path / 'mine.yaml'}"
     )
     (tmp_path / "mine.yaml").write_text("trainer: {learning_rate: 1e-3}")
 
-    assert refuse("--config", str(tmp_path / "mine.yaml")) == (
+    assert reject("--config", str(tmp_path / "mine.yaml")) == (
         "trainer.learning_rate: unknown; did you mean 'optimizer.learning_rate'?"
     )

@@ -95,7 +95,9 @@ def test_committed_results_and_runs_are_one_comparison(
 ) -> None:
     results = tmp_path / "results"
     gather([study]).write(results)
-    assert program(str(results))[1] == program(str(study))[1], "the results alone say the same"
+    assert program(str(results))[1] == program(str(study))[1], (
+        "the results say the same without the study"
+    )
     shutil.rmtree(study / "moe-seed0")
 
     code, out, _ = program(str(study), str(results))
@@ -166,7 +168,7 @@ def test_a_run_is_named_by_its_folder(program: Program, study: Path, tmp_path: P
     assert all(f"</svg> {folder}</th>" in page for folder in folders[::2])
 
 
-def test_two_runs_of_one_arm_and_seed_are_refused(program: Program, study: Path) -> None:
+def test_two_runs_of_one_arm_and_seed_are_rejected(program: Program, study: Path) -> None:
     shutil.copytree(study / "dense-seed0", study / "x" / "dense-seed0")
     change(study / "x" / "dense-seed0" / "summary.json", validation_loss=1.0)
     code, _, err = program(str(study), str(study / "x" / "dense-seed0"))

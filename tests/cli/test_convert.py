@@ -152,7 +152,7 @@ def test_rounded_experts_are_packed(tmp_path: Path) -> None:
     assert "model.layers.1.block_sparse_moe.experts.7.w3.weight_packed" in names
 
 
-def test_experts_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+def test_experts_that_cannot_be_packed_are_rejected(tmp_path: Path) -> None:
     exact = convert(trained(), tmp_path / "packed", "--packed")
     file = convert(trained(), tmp_path / "model.gguf", "--packed")
 

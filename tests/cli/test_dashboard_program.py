@@ -111,7 +111,7 @@ def names_in(spec: dict[str, Any]) -> list[str]:
     return [panel["config"].get("chartTitle") for part in sections for panel in part["panels"]]
 
 
-def test_a_refusal_of_the_server_is_passed_on(dashboard: Dashboard, server: WandbServer) -> None:
+def test_a_rejection_of_the_server_is_passed_on(dashboard: Dashboard, server: WandbServer) -> None:
     server.unsupported = "project not found"
     answer = dashboard(**server.environment)
     assert unsupported(answer) == (
@@ -197,16 +197,16 @@ def test_evaluation_has_a_column_for_it(run: Any) -> None:
     assert "(of a batch)" in " ".join(found.stdout.split())
 
 
-def test_a_trace_shows_the_other_layer_or_refuses(
+def test_a_trace_shows_the_other_layer_or_rejects(
     run: Any, run_train: RunTrain, tmp_path: Path
 ) -> None:
     found = run_here(str(run.folder), "--text", "def", program="moe_ffn.cli.trace")
     assert found.code == 0, found.stderr
     options = ("--model.ffn", LISTED, "--trainer.max_steps", "1")
     alone = run_train(tmp_path, *options, has_page=True)
-    refused = run_here(str(alone.folder), "--text", "def", program="moe_ffn.cli.trace")
-    assert refused.code == 2
-    assert refused.stderr.strip() == (
+    rejected = run_here(str(alone.folder), "--text", "def", program="moe_ffn.cli.trace")
+    assert rejected.code == 2
+    assert rejected.stderr.strip() == (
         f"error: '{alone.folder}' cannot be traced: its routers, like router.type 'product_key', do not "
         "score every expert; moe-ffn report shows the share of experts used"
     )

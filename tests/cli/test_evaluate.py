@@ -242,7 +242,7 @@ def test_a_layer_may_have_its_own_k(figures: Callable[..., dict[str, Any]]) -> N
         (["--k", "1", "--tasks", "x"], "--tasks: cannot be used with --k; leave one of them out"),
     ],
 )
-def test_a_k_that_does_not_fit_is_refused_before_anything_is_evaluated(
+def test_a_k_that_does_not_fit_is_rejected_before_anything_is_evaluated(
     evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())

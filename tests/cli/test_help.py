@@ -57,7 +57,7 @@ def test_short_help_lists_every_section_and_the_common_options(show: Show) -> No
     assert len(printed) < 3600, "it has to stay short"
 
 
-def test_a_section_has_its_own_options_alone(show: Show) -> None:
+def test_a_section_has_only_its_own_options(show: Show) -> None:
     printed = show("--help", "optimizer")
 
     assert printed.startswith(
@@ -114,9 +114,9 @@ def test_one_option_and_sections_that_are_off(show: Show) -> None:
     ],
 )
 def test_an_unknown_section_is_answered_with_the_nearest(section: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         parse_config(["--help", section], TrainConfig, "train")
-    assert str(refused.value) == f"--help {section}: unknown{hint}"
+    assert str(rejected.value) == f"--help {section}: unknown{hint}"
 
 
 def test_synonyms_lead_to_existing_options() -> None:

@@ -91,12 +91,12 @@ def test_a_run_begins_with_a_run_and_needs_it_no_more_once_it_has_saved(
     assert f"init_from: {tmp_path / 'b'}\n" in (folder / "config.yaml").read_text()
     shutil.rmtree(tmp_path / "b")
 
-    refused = run_here(
+    rejected = run_here(
         "--resume", str(folder), "--init_from", "elsewhere", "--trainer.max_steps", "8"
     )
-    assert refused.code == 2
-    assert "init_from: is " in refused.stderr
-    assert "cannot become elsewhere" in refused.stderr
+    assert rejected.code == 2
+    assert "init_from: is " in rejected.stderr
+    assert "cannot become elsewhere" in rejected.stderr
     resumed = run_here("--resume", str(folder), "--trainer.max_steps", "8")
 
     assert resumed.code == 0, resumed.stderr

@@ -152,7 +152,7 @@ def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
         assert found.errors == []
 
 
-# -- what is refused
+# -- what is rejected
 
 
 def test_a_changed_or_missing_corpus_is_an_error(

@@ -223,9 +223,9 @@ def _nested(depth: int) -> Any:
     ids=["experts", "nested"],
 )
 def test_a_block_of_absurd_size_is_one_sentence(config: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(said)}") as refused:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}") as rejected:
         build_ffn(config, d_model=4096)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 def test_a_model_folder_of_absurd_size_is_one_sentence(tmp_path: Path) -> None:

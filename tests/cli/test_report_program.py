@@ -57,7 +57,7 @@ def test_pages_of_a_folder_share_plotly_s_script(
     dense(Path("runs/b"))
 
     program("runs/a")
-    assert "plotly's own" in Path("runs/a/report.html").read_text(), "a page alone is one file"
+    assert "plotly's own" in Path("runs/a/report.html").read_text(), "a single page is one file"
     share_script(Path("runs"))
     assert Path("runs/plotly.min.js").read_text() == "plotly's own"
     for argv, written, address in (

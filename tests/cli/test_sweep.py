@@ -280,7 +280,7 @@ def test_an_unfinished_run_with_other_options_is_moved_away(
     )
 
 
-def test_a_process_that_cannot_be_started_fails_its_run_alone(
+def test_a_process_that_cannot_be_started_fails_only_its_run(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(command: list[str], **given: Any) -> ForkedTraining:

@@ -192,7 +192,7 @@ def test_the_trace_has_the_experts_of_every_token(length: int) -> None:
         assert re.findall(r"(\d) [.\d]+ ", row.split(token.token, 1)[1])[: len(experts)] == experts
 
 
-def test_a_long_prompt_of_a_config_is_refused_before_there_is_a_run(
+def test_a_long_prompt_of_a_config_is_rejected_before_there_is_a_run(
     run_train: Any, tmp_path: Path
 ) -> None:
     done = run_train(tmp_path, "--sample.prompt", "a" * 17)

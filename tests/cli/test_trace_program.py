@@ -38,7 +38,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
     return lambda *argv: run_here(*map(str, argv), program="moe_ffn.cli.trace")
 
 
-def test_a_folder_is_refused_before_standard_input_is_read(
+def test_a_folder_is_rejected_before_standard_input_is_read(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", None)  # reading it would raise AttributeError

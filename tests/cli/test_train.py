@@ -192,9 +192,9 @@ def test_a_mapping_or_a_file_trains_a_run(options: dict[str, Any]) -> None:
 
 def test_a_mistake_is_the_usual_sentence(options: dict[str, Any]) -> None:
     options["model"]["ffn"] = {"num_expert": 2}
-    with pytest.raises(moe_ffn.ConfigError) as refused:
+    with pytest.raises(moe_ffn.ConfigError) as rejected:
         moe_ffn.train(options)
-    assert str(refused.value) == ("model.ffn.num_expert: unknown; did you mean 'num_experts'?")
+    assert str(rejected.value) == ("model.ffn.num_expert: unknown; did you mean 'num_experts'?")
     with pytest.raises(moe_ffn.ConfigError, match=r"^'none.yaml': .*No such file"):
         moe_ffn.train("none.yaml")
     assert not Path("runs").exists()

@@ -53,8 +53,8 @@ def test_balancing_losses_are_logged_also_at_weight_zero(
 def test_every_block_trains(run_train: RunTrain, tmp_path: Path, causal: bool) -> None:
     """One layer per block: the blocks of causal models, or the blocks that only masked models accept."""
     blocks = {name: FFNConfig.model_validate(name) for name in sorted(FFNConfig.members)}
-    refused = {n for n, config in blocks.items() if config.unsupported(UseCase(causal=True))}
-    names = [name for name in blocks if (name in refused) != causal]
+    rejected = {n for n, config in blocks.items() if config.unsupported(UseCase(causal=True))}
+    names = [name for name in blocks if (name in rejected) != causal]
     layers = ", ".join(f"{layer}: {name}" for layer, name in enumerate(names))
     run = run_train(
         tmp_path,
@@ -239,7 +239,7 @@ def test_training_does_not_measure_the_compiler(
     objective = ["--model.causal", "false"] if "soft" in ffn else []
     run = run_train(tmp_path, "--model.ffn", ffn, *objective, "--trainer.max_steps", "2")
     assert run.code == 0, run.stderr
-    assert len(compiled) == 1, "once, also for attention alone"
+    assert len(compiled) == 1, "once, also for attention by itself"
     seconds = [row["train/seconds"] for row in run.rows if "train/seconds" in row]
     assert 0 < seconds[-1] < 1
 

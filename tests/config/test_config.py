@@ -27,7 +27,7 @@ from moe_ffn.runs.config import TrainConfig
 from tests.helpers.cases import answers
 from tests.helpers.shape_family import Drawing, mistakes
 
-REFUSED = """
+REJECTED = """
 {3: 1}
     3: unknown; known: title, shape, shapes, options
 {options: {required: 1, cuont: 3}}
@@ -71,8 +71,8 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize(("options", "line"), answers(REFUSED))
-def test_a_bad_value_is_refused_by_path(options: str, line: str) -> None:
+@pytest.mark.parametrize(("options", "line"), answers(REJECTED))
+def test_a_bad_value_is_rejected_by_path(options: str, line: str) -> None:
     assert mistakes(Drawing, yaml.safe_load(options)) == [line]
 
 
@@ -91,9 +91,9 @@ def test_every_mistake_has_its_line() -> None:
         "options.count: must be at least 1, got 0",
         "options.required: must be a whole number, got 0.5",
     ]
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         Drawing(**data)  # a constructor raises the same lines
-    assert str(refused.value).splitlines() == mistakes(Drawing, data)
+    assert str(rejected.value).splitlines() == mistakes(Drawing, data)
 
 
 def test_defaults_are_checked_too() -> None:

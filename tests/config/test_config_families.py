@@ -1,4 +1,4 @@
-"""Families of configs: members by tag, by name alone, and by import path, with errors of custom code."""
+"""Families of configs: members by tag, only by name, and by import path, with errors of custom code."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_class_may_be_defined_again_under_its_own_name() -> None:
         (f"{OWN}:", f"'{OWN}' has no ''"),
     ],
 )
-def test_import_paths_that_lead_nowhere_are_refused(tag: str, message: str) -> None:
+def test_import_paths_that_lead_nowhere_are_rejected(tag: str, message: str) -> None:
     (line,) = mistakes(Drawing, {"shape": tag})
     assert line.startswith("shape.type: ")
     assert message in line
@@ -164,11 +164,11 @@ def test_code_without_permission_is_not_run(
     monkeypatch.syspath_prepend(tmp_path)
     asked: list[Code] = []
 
-    def refuse(code: Code) -> None:
+    def reject(code: Code) -> None:
         asked.append(code)
         raise ConfigError("no")
 
-    with permitting_imports(refuse):
+    with permitting_imports(reject):
         for tag in ("package_of_a_stranger", "package_of_a_stranger.part", f"{package}/part.py"):
             with pytest.raises(ConfigError, match=r"^no$"):
                 import_class(f"{tag}:X", object)

@@ -60,7 +60,7 @@ class TestTrain:
         assert batch.target_ids.is_contiguous()
         assert torch.equal(batch.target_ids, batch.input_ids + 1)
 
-    def test_depends_on_seed_and_index_alone(self) -> None:
+    def test_depends_only_on_seed_and_index(self) -> None:
         in_order = [train()[index] for index in range(60)]
         batches = train()
         for index in (59, 3, 30, 0, 58):
@@ -218,7 +218,7 @@ def test_spread_windows_are_even() -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_split_too_short_for_one_window_is_refused(split: str) -> None:
+def test_a_split_too_short_for_one_window_is_rejected(split: str) -> None:
     given = (
         {"batch_size": 4, "seed": 0} if split == "train" else {"batch_size": 4, "num_tokens": 90}
     )
@@ -271,7 +271,7 @@ def test_no_content_is_on_both_sides() -> None:
 
 def test_repeats_of_validation_are_noted_and_repeats_within_a_split_stay() -> None:
     names = sorted("abcdefgh", key=drawn)
-    percent = drawn(names[0]) + 1  # validation is the first of them alone
+    percent = drawn(names[0]) + 1  # validation is only the first of them
     texts = [(name, "same" if name in (names[0], names[7]) else "other") for name in names]
     plan = plan_split(documents(texts), percent)
     assert plan.notes == ("1 document left out of training: validation holds the same content",)
@@ -334,7 +334,7 @@ def test_given_splits_are_kept_and_training_loses_what_validation_holds() -> Non
     assert [piece.text for piece in pieces if piece.split == "validation"] == [b"x", b"", b"z", b""]
 
 
-def test_a_given_split_without_text_is_refused() -> None:
+def test_a_given_split_without_text_is_rejected() -> None:
     corpus = [Document("a", [b"x"], "train"), Document("b", [b"x"], "validation")]
     message = r"data\.corpus: every text of the train split is in the other split too"
     with pytest.raises(ConfigError, match=message):
@@ -342,7 +342,7 @@ def test_a_given_split_without_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize("texts", [[], [("a", "")]], ids=["no document", "empty document"])
-def test_no_text_at_all_is_refused(texts: list[tuple[str, str]]) -> None:
+def test_no_text_at_all_is_rejected(texts: list[tuple[str, str]]) -> None:
     with pytest.raises(ConfigError, match=r"data\.corpus: no text found; every document"):
         plan_split(documents(texts), 5)
 
@@ -352,7 +352,7 @@ def test_no_text_at_all_is_refused(texts: list[tuple[str, str]]) -> None:
     [[("a", "x")], [("a", "x"), ("b", "Y")], [("a", "x"), ("b", "y"), ("c", "z")]],
     ids=["fewer", "other", "more"],
 )
-def test_a_corpus_that_changes_meanwhile_is_refused(later: list[tuple[str, str]]) -> None:
+def test_a_corpus_that_changes_meanwhile_is_rejected(later: list[tuple[str, str]]) -> None:
     plan = plan_split(documents([("a", "x"), ("b", "y")]), 50)
     with pytest.raises(ConfigError, match=r"changed while it was being read; start again"):
         list(split_pieces(documents(later), plan))
@@ -414,6 +414,6 @@ def test_json_gives_an_equal_one_back(value: Documents) -> None:
 @pytest.mark.parametrize(
     "values", [None, [], {}, {"corpus_sha256": "x", "count": 1, "digests": [1]}, {"digests": None}]
 )
-def test_a_damaged_list_is_refused(values: Any) -> None:
+def test_a_damaged_list_is_rejected(values: Any) -> None:
     with pytest.raises(ConfigError, match=r"^the list of documents is damaged$"):
         Documents.from_dict(values)

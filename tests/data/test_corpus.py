@@ -110,7 +110,7 @@ class TestText:
             ("empty*", r"'empty\*' is empty, or has only hidden files"),
         ],
     )
-    def test_bad_paths_are_refused_by_name(
+    def test_bad_paths_are_rejected_by_name(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str
     ) -> None:
         monkeypatch.chdir(folder)
@@ -144,7 +144,7 @@ class TestText:
             names("link.txt")
 
     @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".ndjson", ".csv", ".parquet"])
-    def test_records_are_refused_with_what_reads_them(self, folder: Path, suffix: str) -> None:
+    def test_records_are_rejected_with_what_reads_them(self, folder: Path, suffix: str) -> None:
         path = folder / f"rows{suffix}"
         path.write_text('{"text": "x"}\n')
         message = (
@@ -154,7 +154,7 @@ class TestText:
         with pytest.raises(ConfigError, match=message):
             names(path)
 
-    def test_a_folder_or_a_glob_of_records_alone_is_refused(self, folder: Path) -> None:
+    def test_a_folder_or_a_glob_of_only_records_is_rejected(self, folder: Path) -> None:
         for name in ("a.jsonl", "b.JSONL"):
             (folder / "deep" / name).write_text("{}\n")
         with pytest.raises(ConfigError, match="holds records"):
@@ -164,23 +164,23 @@ class TestText:
             names(folder / "deep")
 
     @pytest.mark.parametrize("suffix", [".gz", ".zst", ".zip"])
-    def test_a_compressed_file_is_refused(self, folder: Path, suffix: str) -> None:
+    def test_a_compressed_file_is_rejected(self, folder: Path, suffix: str) -> None:
         (folder / f"x.txt{suffix}").write_bytes(b"\x1f\x8b")
         with pytest.raises(ConfigError, match=rf"is compressed \({suffix}\); unpack it first"):
             names(folder / f"x.txt{suffix}")
 
-    def test_a_folder_that_cannot_be_listed_is_refused(
+    def test_a_folder_that_cannot_be_listed_is_rejected(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Root may list anything, so the system's answer is replaced.
         scandir = os.scandir
 
-        def refuse(path: str) -> object:
+        def reject(path: str) -> object:
             if str(path).endswith("deep"):
                 raise PermissionError(13, "Permission denied", str(path))
             return scandir(path)
 
-        monkeypatch.setattr(os, "scandir", refuse)
+        monkeypatch.setattr(os, "scandir", reject)
         with pytest.raises(
             ConfigError, match=r"data\.corpus: '.*/deep' cannot be read \(Permission"
         ):
@@ -261,7 +261,7 @@ TEXT = {"type": "text"}
         ({"validation_tokens": 0}, "validation_tokens: must be at least 1, got 0"),
     ],
 )  # fmt: skip
-def test_bad_options_are_refused_by_path(values: dict[str, object], message: str) -> None:
+def test_bad_options_are_rejected_by_path(values: dict[str, object], message: str) -> None:
     (line,) = mistakes(DataConfig, values)
     assert message in line
 
@@ -332,7 +332,7 @@ def test_corpora_are_the_same_texts_of_their_packages_everywhere(packages: Path)
         corpora.main([str(packages / "data"), "--packages", str(packages)])
 
 
-def test_another_package_than_the_expected_one_is_refused(packages: Path) -> None:
+def test_another_package_than_the_expected_one_is_rejected(packages: Path) -> None:
     path = packages / corpora.DICTIONARY.name
     path.write_bytes(b"something else")
     with pytest.raises(
@@ -345,10 +345,10 @@ def test_a_package_that_has_left_the_mirror_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpora, "MIRROR", (tmp_path / "mirror").as_uri())
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         corpora.main([str(tmp_path / "data")])
-    assert "cannot be downloaded" in str(refused.value)
-    assert "get dict-gcide_0.48.5+nmu2_all.deb from snapshot.debian.org" in str(refused.value)
+    assert "cannot be downloaded" in str(rejected.value)
+    assert "get dict-gcide_0.48.5+nmu2_all.deb from snapshot.debian.org" in str(rejected.value)
     assert not list((tmp_path / "data/packages").iterdir())
 
 
@@ -457,20 +457,20 @@ def test_prepare_keeps_the_given_splits(tmp_path: Path) -> None:
     ],
     ids=["column", "type", "split", "validation_split", "same"],
 )  # fmt: skip
-def test_bad_columns_and_splits_are_refused_by_path(
+def test_bad_columns_and_splits_are_rejected_by_path(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^data\.corpus\.{message}"):
         read(as_json(tmp_path), **options)
 
 
-def test_a_split_that_was_not_saved_is_refused(tmp_path: Path) -> None:
+def test_a_split_that_was_not_saved_is_rejected(tmp_path: Path) -> None:
     message = r"data\.corpus\.split: '.*splits' has no 'dev'; available: train, test"
     with pytest.raises(ConfigError, match=message):
         read(as_saved_splits(tmp_path), split="dev")
 
 
-def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_damaged_file_is_rejected_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": ')
     with pytest.raises(
         ConfigError, match=r"data\.corpus\.path: '.*' cannot be loaded \(.*JSON"
@@ -479,14 +479,14 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_an_unknown_kind_of_file_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_kind_of_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "rows.xml").touch()
     message = r"data\.corpus\.path: '.*rows\.xml' must end in one of \.json, .*; for other text"
     with pytest.raises(ConfigError, match=message):
         read(tmp_path / "rows.xml")
 
 
-def test_staying_offline_without_an_earlier_download_is_refused(
+def test_staying_offline_without_an_earlier_download_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

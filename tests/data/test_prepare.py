@@ -71,7 +71,7 @@ def test_every_document_is_in_one_split_and_comes_back_exactly(
     assert num_bytes == sum(len(text.encode()) for text in originals)
 
 
-def test_the_bpe_has_seen_the_training_split_alone(
+def test_the_bpe_has_seen_only_the_training_split(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[bytes] = []
@@ -191,7 +191,7 @@ class TestCache:
         folder = prepared().folder
         assert set((tmp_path / "cache").iterdir()) == {folder, at_work}
 
-    def test_below_a_file_is_refused(self, texts: Path, tmp_path: Path) -> None:
+    def test_below_a_file_is_rejected(self, texts: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         message = r"data\.cache_dir: '.*file/cache' cannot be written \(Not a directory\)"
         with pytest.raises(ConfigError, match=message):

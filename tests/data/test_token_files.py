@@ -155,7 +155,7 @@ def unsupported(config: DataConfig) -> str:
 
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_ids_beyond_the_vocabulary_are_refused(folder: Path, split: str, place: int) -> None:
+def test_ids_beyond_the_vocabulary_are_rejected(folder: Path, split: str, place: int) -> None:
     ids = np.zeros(9_000, np.uint16)
     ids[place] = 300
     ids.tofile(folder / "b.bin")
@@ -286,7 +286,7 @@ def test_a_tokenizer_is_restored_from_json(config: TokenizerConfig, tokenizer: T
     np.testing.assert_array_equal(restored.encode(TEXT), tokenizer.encode(TEXT))
 
 
-def test_restoring_as_another_kind_is_refused() -> None:
+def test_restoring_as_another_kind_is_rejected() -> None:
     message = r"data\.tokenizer\.type: 'bpe', but the stored tokenizer is 'bytes'; use the config"
     with pytest.raises(ConfigError, match=message):
         BPEConfig().restore(BytesTokenizer().to_dict())

@@ -206,14 +206,14 @@ def test_the_share_that_differs_counts_tokens_and_nan(tokens: Tokens) -> None:
 def test_a_peer_that_breaks_is_skipped_with_its_reason(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refusing(weights: object, shape: Shape) -> nn.Module:
+    def rejecting(weights: object, shape: Shape) -> nn.Module:
         raise ValueError("takes no such width")
 
     def broken(weights: object, shape: Shape) -> nn.Module:
         raise RuntimeError("no kernel for this machine\nand more")
 
     peers = {
-        "refusing": Peer("torch", refusing),
+        "rejecting": Peer("torch", rejecting),
         "broken": Peer("torch", broken),
         "absent": Peer("no_such_package", broken),
         "for GPUs": Peer("torch", broken, gpu_only=True),
@@ -224,7 +224,7 @@ def test_a_peer_that_breaks_is_skipped_with_its_reason(
 
     assert len(sparse_layers(case, (), list(peers), notes.append)) == 1
     assert notes == [
-        "skipped: refusing: takes no such width",
+        "skipped: rejecting: takes no such width",
         "skipped: broken: RuntimeError: no kernel for this machine",
     ]
 
@@ -472,21 +472,21 @@ def test_each_tile_of_each_kernel_is_timed() -> None:
 def test_an_existing_page_is_not_replaced(tmp_path: Path) -> None:
     page = tmp_path / "cpu.md"
     page.write_text("by hand")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         first_hour.main(["--output", str(tmp_path), "--only", "machine"])
     assert (
-        str(refused.value) == f"--output: {page} exists; give another folder, or remove that page"
+        str(rejected.value) == f"--output: {page} exists; give another folder, or remove that page"
     )
     assert page.read_text() == "by hand"
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+def test_a_folder_that_cannot_be_written_is_rejected_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         first_hour.main(["--output", str(tmp_path / "file"), "--only", "machine"])
     said = f"--output: '{tmp_path}/file' cannot be written ("
-    assert str(refused.value).startswith(said)
-    assert str(refused.value).endswith("); choose another folder")
+    assert str(rejected.value).startswith(said)
+    assert str(rejected.value).endswith("); choose another folder")
     assert capsys.readouterr().out == ""

@@ -219,9 +219,9 @@ def test_the_routing_of_a_text(moe_run: Any) -> None:
 
 def test_impossible_requests_raise_one_sentence(moe_run: Any, tmp_path: Path) -> None:
     run = moe_ffn.load_run(moe_run.folder)
-    with pytest.raises(moe_ffn.ConfigError) as refused:
+    with pytest.raises(moe_ffn.ConfigError) as rejected:
         run.routing("a" * 17)
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         "text: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a "
         "shorter text"
     )

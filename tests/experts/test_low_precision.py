@@ -186,7 +186,7 @@ def test_a_format_of_null_can_be_replaced_later() -> None:
         ({"experts": "value"}, "rounds matrices, but experts of type 'value' have none"),
     ],
 )
-def test_a_format_that_does_not_fit_the_experts_is_refused(
+def test_a_format_that_does_not_fit_the_experts_is_rejected(
     options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -221,7 +221,7 @@ MATCHED = {
         ),
     ],
 )
-def test_a_format_that_widths_do_not_divide_is_refused_before_a_module_is_built(
+def test_a_format_that_widths_do_not_divide_is_rejected_before_a_module_is_built(
     ffn: dict[str, Any], said: str
 ) -> None:
     block = ffn.get("ffn", ffn)
@@ -339,7 +339,7 @@ ROUNDED = rounded_block("int4", "mixtral")
         ),
     ],
 )
-def test_a_model_that_cannot_be_packed_is_refused(
+def test_a_model_that_cannot_be_packed_is_rejected(
     options: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=said):

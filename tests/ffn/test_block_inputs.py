@@ -60,7 +60,7 @@ X = tokens(2, 6)
 IDS = some_ids(2, 6)
 MASK = torch.ones(2, 6, dtype=torch.bool)
 
-REFUSED: dict[str, dict[str, Any]] = {
+REJECTED: dict[str, dict[str, Any]] = {
     "x must be floating point, but is torch.int64; a block takes embedded tokens, not their ids": {
         "x": X.long()
     },
@@ -115,16 +115,16 @@ EVERYWHERE = ("x has width", "context must be")
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(n, m) for n in BLOCKS for m in REFUSED if n == "moe" or m.startswith(EVERYWHERE)],
+    [(n, m) for n in BLOCKS for m in REJECTED if n == "moe" or m.startswith(EVERYWHERE)],
 )
 def test_inputs_that_do_not_match_are_rejected_in_one_sentence(name: str, message: str) -> None:
     block, named = build(BLOCKS[name]), ""
 
     def transform() -> None:
         nonlocal named
-        given = {"x": X, "context": None, **REFUSED[message]}
+        given = {"x": X, "context": None, **REJECTED[message]}
         x, context = given.pop("x"), given.pop("context")
-        context = TokenContext(**given) if given else context  # some are refused here, by no block
+        context = TokenContext(**given) if given else context  # some are rejected here, by no block
         named = f"{type(block).__name__}: "
         block(x, context)
 
@@ -172,7 +172,7 @@ def both_ways(block: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("decodes", [False, True], ids=["training", "decoding"])
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name not in WEIGHTLESS])
-def test_tokens_of_another_dtype_than_the_weights_are_refused(name: str, decodes: bool) -> None:
+def test_tokens_of_another_dtype_than_the_weights_are_rejected(name: str, decodes: bool) -> None:
     x = X[:1, :1] if decodes else X
     context = TokenContext(token_ids=some_ids(*x.shape[:-1]))
     for x_dtype, weights in DTYPES:

@@ -139,7 +139,7 @@ def test_router_infos_give_the_path_of_inner_routers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "refusal"),
+    ("block", "rejection"),
     [
         ({"type": "moe", "experts": CPU_EXPERTS}, ON_CUDA),
         ({"type": "soft_moe", "experts": CPU_EXPERTS}, ON_CUDA),
@@ -154,11 +154,11 @@ def test_router_infos_give_the_path_of_inner_routers() -> None:
     ],
     ids=["moe", "soft_moe", "inside", "shared"],
 )
-def test_a_backend_is_refused_on_another_device_wherever_it_stands(
-    block: Any, refusal: str
+def test_a_backend_is_rejected_on_another_device_wherever_it_stands(
+    block: Any, rejection: str
 ) -> None:
     config = FFNConfig.model_validate(block)
-    assert str(config.unsupported(UseCase(device="cuda"))) == refusal
+    assert str(config.unsupported(UseCase(device="cuda"))) == rejection
     assert config.unsupported(UseCase(device="cpu")) is None
 
 

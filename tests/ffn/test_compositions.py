@@ -173,7 +173,7 @@ def tokens(seed: int = 1) -> Tensor:
 
 
 def chosen_and_weights(ffn: Any, x: Tensor, router: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Weights from the router's matrix alone: the best half of each sequence, or the positive ones."""
+    """Weights from only the router's matrix: the best half of each sequence, or the positive ones."""
     logits = (x @ ffn.router.projection.weight.T).squeeze(-1)
     if router is RELU:
         return logits > 0, logits.relu()
@@ -181,7 +181,7 @@ def chosen_and_weights(ffn: Any, x: Tensor, router: dict[str, Any]) -> tuple[Ten
     return ranks < 3, logits.sigmoid()
 
 
-def test_a_mixture_inside_routes_the_chosen_alone_and_reports_it() -> None:
+def test_a_mixture_inside_routes_only_the_chosen_and_reports_it() -> None:
     moe = {"type": "moe", "num_experts": 4}
     ffn, x = build(EXPERT_CHOICE, moe), tokens()
     output = ffn(x)

@@ -146,12 +146,12 @@ def test_no_other_width_comes_nearer(
     try:
         ffn, result = solve(asked, d_model)
     except ConfigError as error:
-        width, is_refused = int(str(error).split("the nearest, ")[1].split(",")[0]), True
+        width, is_rejected = int(str(error).split("the nearest, ")[1].split(",")[0]), True
     else:
-        width, is_refused = result.width, False
+        width, is_rejected = result.width, False
         assert ffn == FFNConfig.model_validate(with_width(block, width))
         assert (result.wanted, result.got) == (wanted, cost(width))
-    assert is_refused == (abs(cost(width) / wanted - 1) > 0.02)
+    assert is_rejected == (abs(cost(width) / wanted - 1) > 0.02)
     misses = {w: abs(cost(w) - wanted) for w in range(max(width - 9, 1), width + 10)}
     if width % 8 == 0 and misses[width] <= 0.005 * wanted:
         assert misses[width] == min(miss for w, miss in misses.items() if w % 8 == 0)
@@ -208,12 +208,12 @@ def test_an_unsolved_width_raises_with_how_to_solve_it() -> None:
             assert str(raised.value) == said
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
+REJECTED: dict[str, tuple[Any, str]] = {
     "no block to match": (
         asking(MOE, "active_params", "identity"),
         "model.ffn.experts.d_ff.of: 'identity' has no active parameters to match; give another block",
     ),
-    "the router alone costs more": (
+    "the router costs more by itself": (
         asking({**MOE, "num_experts": 64}, "flops_per_token", {"type": "dense", "d_ff": 8}),
         # 2 * 32 * 64 of the router, and 2 experts of 3 * 2 * 32
         "model.ffn.experts.d_ff: no width gives about 1,024 FLOPs per token: the nearest, 1, gives 4,480 "
@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("block", "said"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("block", "said"), REJECTED.values(), ids=REJECTED)
 def test_a_budget_that_cannot_be_met_is_one_sentence(block: Any, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         solve_widths(block, D_MODEL, SEQ_LEN, "model.ffn")

@@ -209,7 +209,7 @@ def test_a_step_makes_nothing_of_the_size_of_e_but_gradients(form: str) -> None:
     num_scores = 2 * 4 * block.router.config.num_heads * 2 * 2**8
     assert step.largest == num_scores, "of 8 tokens' heads, with 2 * 256 sub-keys"
     assert all(p.grad is not None and p.grad.shape == p.shape for p in block.parameters())
-    with torch.no_grad(), Sizes(set()) as decoding:  # rows alone, of no table
+    with torch.no_grad(), Sizes(set()) as decoding:  # only rows, of no table
         block(x_BSD[:1, :1])
     assert decoding.largest == max(num_scores // 8, block.router.sub_keys.numel())
 
@@ -221,7 +221,7 @@ def machine_of(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         yield
 
 
-def test_a_memory_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_larger_than_the_machine_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     options = config("peer", 2**14)
     needed = 2**14 * 2 * D_MODEL * 4
     with machine_of(needed, monkeypatch):
@@ -243,7 +243,7 @@ def run_of(form: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loss", ["load_balance_global", "load_balance_pooled"])
-def test_a_loss_over_all_experts_is_refused_with_the_config(loss: str) -> None:
+def test_a_loss_over_all_experts_is_rejected_with_the_config(loss: str) -> None:
     with pytest.raises(ConfigError) as raised:
         validate(TrainConfig, run_of("peer", objective={loss: 0.1}))
     assert str(raised.value) == (

@@ -97,13 +97,13 @@ def test_the_output_of_a_model_names_its_routings() -> None:
 SIZES = "Routing(num_tokens=12, sequence_length=6, num_experts=4, num_pairs=24"
 
 
-def test_an_output_on_the_meta_device_has_sizes_alone() -> None:
+def test_an_output_on_the_meta_device_has_only_sizes() -> None:
     output = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), output_of(WITH_CAPACITY))
     assert f"{SIZES}, float32 on meta)" in repr(output)
 
 
 @pytest.mark.parametrize("shapes", [None, ShapeEnv()], ids=["fake", "symbolic"])
-def test_an_output_of_fake_tensors_has_sizes_alone(shapes: ShapeEnv | None) -> None:
+def test_an_output_of_fake_tensors_has_only_sizes(shapes: ShapeEnv | None) -> None:
     with FakeTensorMode(shape_env=shapes), torch.autocast("cpu", torch.bfloat16):
         assert f"{SIZES}, float32 on cpu)" in repr(output_of(WITH_CAPACITY))
 

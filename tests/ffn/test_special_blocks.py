@@ -170,7 +170,7 @@ def test_adam_scales_the_rate_of_table_rows_and_never_decays_them() -> None:
     torch.testing.assert_close(5 * moved[was_read], torch.full_like(moved[was_read], 5e-3))
 
 
-def test_tables_larger_than_the_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_larger_than_the_machine_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "memory_limit", lambda: 10**12)
     options = {"type": "ngram_memory", "ffn": "dense", "num_rows": 10**9, "row_width": 4096}
     with pytest.raises(ConfigError) as raised:
@@ -184,7 +184,7 @@ def test_tables_larger_than_the_machine_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("context", [None, TokenContext()], ids=["none", "empty"])
-def test_tokens_without_ids_are_refused(context: TokenContext | None) -> None:
+def test_tokens_without_ids_are_rejected(context: TokenContext | None) -> None:
     with pytest.raises(
         ValueError,
         match=r"^type 'ngram_memory' looks up the last tokens by their ids: call the block with "
@@ -201,7 +201,7 @@ def test_an_inner_block_that_looks_ahead_is_unsupported() -> None:
     assert str(looks_ahead).startswith("ffn.causal (false) with kernel_size (3) looks ahead")
 
 
-def test_ids_outside_the_vocabulary_are_refused() -> None:
+def test_ids_outside_the_vocabulary_are_rejected() -> None:
     model = DecoderConfig.model_validate({"d_model": 16, "num_layers": 1, "ffn": SMALL})
     with pytest.raises(
         ValueError, match=r"token_ids must lie in \[0, 11\), but range from 0 to 11"

@@ -248,7 +248,7 @@ WHAT: dict[str, Callable[[FFNBlock, Tensor, str], None]] = {
 }
 DEVICES = {"FakeTensor": "cpu", "device `meta`": "meta"}
 
-# ---------------------------------------------------------------------------- what is refused, how
+# ---------------------------------------------------------------------------- what is rejected, how
 
 LEADING_AXIS = (
     r"^torch.func.vmap does not work with (experts|a mixture of depths), because .*; "
@@ -260,7 +260,7 @@ USE_LOOP = (
 )
 USE_AUTO = r"experts.backend '{}' copies the loads of the experts to the host.*; set .* to 'auto'"
 
-REFUSED: dict[str, dict[str, tuple[str, str]]] = {
+REJECTED: dict[str, dict[str, tuple[str, str]]] = {
     "`torch.compile(fullgraph=True)`": {"loop": ("`auto`", USE_AUTO)},
     "`torch.export`, dynamic batch": {"loop": ("`auto`", USE_AUTO)},
     "`torch.func.grad`": dict.fromkeys(("cpu", "triton"), ("`loop`", USE_LOOP)),
@@ -278,7 +278,7 @@ NO_KERNEL = {
 """Experts that a backend never computes."""
 
 IN_BFLOAT16 = {"`torch.compile(fullgraph=True)`", "`torch.export`, dynamic batch"}
-"""Features that `grouped_mm` supports in bfloat16 alone; for other dtypes it names `auto`."""
+"""Features that `grouped_mm` supports only in bfloat16; for other dtypes it names `auto`."""
 
 QUICK = {
     ("dense", "auto"),
@@ -310,15 +310,15 @@ def test_a_torch_feature_works_or_names_a_backend_that_supports_it(
     block, x = build(name, backend), tokens()
     if what in IN_BFLOAT16 and backend == "grouped_mm":
         block, x = block.bfloat16(), x.bfloat16()
-    refused = REFUSED.get(what, {}).get(backend)
+    rejected = REJECTED.get(what, {}).get(backend)
     if "vmap" not in what:
-        refused = NO_KERNEL.get((name, backend), refused)
-    if refused is None or not is_sparse(name):
+        rejected = NO_KERNEL.get((name, backend), rejected)
+    if rejected is None or not is_sparse(name):
         WHAT[what](block, x.requires_grad_(), backend)
         return
     with pytest.raises((ValueError, RuntimeError)) as caught:
         WHAT[what](block, x.requires_grad_(), backend)
-    sentence = refused[1].format(backend)
+    sentence = rejected[1].format(backend)
     if isinstance(caught.value, ValueError):
         assert "\n" not in str(caught.value)
     assert caught.match(sentence)
@@ -437,7 +437,7 @@ def test_the_documented_table_is_this_one() -> None:
     rows = ["| operation | " + " | ".join(f"`{backend}`" for backend in columns) + " |"]
     rows.append("|---" * (len(columns) + 1) + "|")
     for what in (*WHAT, *DEVICES):
-        cells = [REFUSED.get(what, {}).get(backend, ("yes",))[0] for backend in columns]
+        cells = [REJECTED.get(what, {}).get(backend, ("yes",))[0] for backend in columns]
         if what in IN_BFLOAT16:
             cells[columns.index("grouped_mm")] = "bfloat16"
         rows.append(f"| {what} | " + " | ".join(cells) + " |")
@@ -487,7 +487,7 @@ def second_derivatives(layer: MoEFFN, x: Tensor, mask: Tensor, loss: str) -> lis
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_second_derivative_is_right_or_refused(
+def test_a_second_derivative_is_right_or_rejected(
     backend: str, loss: str, build_moe: Any, tokens_and_mask: Any, dtype_of: Any
 ) -> None:
     options = {"experts": {"bias": True}, "capacity": {"factor": 1.0}}

@@ -44,14 +44,14 @@ CUSTOM = ("docs/tutorials/custom_ffn.md", "docs/howto/custom_experts.md")
 
 
 def python_with(text: str, *files: str) -> str:
-    """The block of Python in documents that holds `text`, which one alone does."""
+    """The block of Python in documents that holds `text`, as only one does."""
     page = "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files or CUSTOM)
     found = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     (block,) = (code for code in found if text in code)
     return block
 
 
-def refuses(call: Callable[[], Any], message: str, error: type[Exception] = ConfigError) -> None:
+def rejects(call: Callable[[], Any], message: str, error: type[Exception] = ConfigError) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}") as caught:
         call()
     assert type(caught.value) is error

@@ -44,7 +44,7 @@ class Cut:
 
 @contextlib.contextmanager
 def cutting(cut: Cut | None) -> Iterator[None]:
-    """Within, the cut happens in the middle of its step, or of the validation after it."""
+    """Cut the run in the middle of the step of `cut`, or of the validation after it."""
     if cut is None:
         yield
         return
@@ -72,7 +72,7 @@ MOMENTS = {
 
 @contextlib.contextmanager
 def killing(moment: str, signum: signal.Signals, nth: int) -> Iterator[None]:
-    """Within, this process gets a signal in the n-th of such moments."""
+    """Send this process a signal in the n-th of such moments."""
     original: Callable[..., object] = resolve_name(MOMENTS[moment])
     calls = 0
 

@@ -16,7 +16,7 @@ def peak_above(function: Callable[[], Any]) -> int:
     """Bytes that are allocated at the most while `function` runs, above those before.
 
     Pages would count what was freed and not given back, as much as tests before have left of it, and mapped
-    files. glibc alone counts so.
+    files. Only glibc counts so.
     """
     return _peak(function, _allocated)
 

@@ -18,7 +18,7 @@ from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.same_run import snapshot
 from tests.helpers.tiny_runs import run_here, write_corpus
 
-if TYPE_CHECKING:  # a GPU's machine has no playwright, and tests kernels alone
+if TYPE_CHECKING:  # a GPU's machine has no playwright, and tests only kernels
     from playwright.sync_api import Browser
 
 TINY = """
@@ -142,7 +142,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def refuse(tiny_yaml: Path, tmp_path: Path) -> Callable[..., str]:
+def reject(tiny_yaml: Path, tmp_path: Path) -> Callable[..., str]:
     """Run the program with a mistake, which writes nothing; returns its one line without `error: `."""
 
     def run(*argv: str, lines: int = 1) -> str:

@@ -40,7 +40,7 @@ class Oval(Shape, frozen=True):
 
 
 class Named(Shape, frozen=True):
-    """Joins by its import path alone."""
+    """Joins only by its import path."""
 
     name: str = Field(default="x", min_length=1)
 

@@ -453,7 +453,7 @@ def a_router_to_save_by_another_name() -> Case:
     return lora(target_parameters=BOTH, modules_to_save=["router"])
 
 
-def an_adapter_on_attention_alone() -> Case:
+def an_adapter_on_only_attention() -> Case:
     return lora()
 
 
@@ -508,7 +508,7 @@ class Linear8bit(nn.Module):
         return x @ (self.weight.float() * self.scale).t()
 
 
-def a_quantiser_that_replaces_linear_layers_alone() -> Case:
+def a_quantiser_that_replaces_only_linear_layers() -> Case:
     case = plain()
     for layer in case.model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -745,7 +745,7 @@ LOSSES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "scaled by k once more": lambda f: lambda logits, E, k, mask: k * f(logits, E, k, mask),
     "without the factor E": lambda f: lambda logits, E, k, mask: f(logits, E, k, mask) / E,
     "padding counts": lambda f: lambda logits, E, k, mask: f(logits, E, k, None),
-    "the last layer alone": lambda f: lambda logits, E, k, mask: f(logits[-1:], E, k, mask),
+    "only the last layer": lambda f: lambda logits, E, k, mask: f(logits[-1:], E, k, mask),
     "without a gradient": lambda f: lambda *args: f(*args).detach(),
     "of one expert per token": lambda f: lambda logits, E, k, mask: f(logits, E, 1, mask),
 }
@@ -1050,9 +1050,9 @@ DEFECTS: dict[str, list[Callable[[], Case]]] = {
         weights_that_sum_to_a_half,
     ],
     "left out": [
-        names_of_modules_that_fused_experts_lack, an_adapter_on_attention_alone,
+        names_of_modules_that_fused_experts_lack, an_adapter_on_only_attention,
         a_router_to_save_by_another_name, disabled_adapters,
-        an_adapter_on_one_matrix_of_the_experts, a_quantiser_that_replaces_linear_layers_alone,
+        an_adapter_on_one_matrix_of_the_experts, a_quantiser_that_replaces_only_linear_layers,
     ],
     "learning": [
         adapters_loaded_for_inference, adapters_that_are_zero_on_both_sides,

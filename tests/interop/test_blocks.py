@@ -169,20 +169,20 @@ SERVED = [
 @pytest.mark.parametrize(
     ("model", "option", "values"), SERVED, ids=[f"{m}-{option}" for m, option, _ in SERVED]
 )
-def test_what_no_row_computes_is_refused(model: str, option: str, values: tuple[Any, ...]) -> None:
+def test_what_no_row_computes_is_rejected(model: str, option: str, values: tuple[Any, ...]) -> None:
     entry = COMPARED[model]
     config = config_of(model, entry, SMALL | dict(entry.small))
     block_config(model, config)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         block_config(model, Changed(config, {option: "another"}))
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         f"{entry.class_name}: {option} is 'another', which our model does not support; supported: "
         + " or ".join(map(show, values))
     )
 
 
 @pytest.mark.parametrize("model", [model for model in COMPARED if model not in TRAINED])
-def test_a_block_that_is_compared_in_evaluation_alone_is_the_same_in_training(model: str) -> None:
+def test_a_block_that_is_compared_only_in_evaluation_is_the_same_in_training(model: str) -> None:
     theirs, config = their_block(model)
     x_BSD = torch.randn(2, 6, config_width(config), generator=torch.Generator().manual_seed(0))
     ids_BS = torch.arange(12).view(2, 6)
@@ -230,7 +230,7 @@ def test_a_live_block_becomes_one_of_ours() -> None:
     }
 
 
-REFUSED = {
+REJECTED = {
     "vitpose_backbone": "moe_ffn has no block that matches the sparse block of vitpose_backbone: "
     "it has no router: the data "
     "set of an image chooses its expert, which computes a part of the output's units",
@@ -239,11 +239,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("model", REFUSED)
+@pytest.mark.parametrize("model", REJECTED)
 def test_a_model_without_a_block_of_ours_is_named_with_the_reason(model: str) -> None:
     with pytest.raises(ConfigError) as caught:
         block_config(model, None)
-    assert str(caught.value) == REFUSED[model]
+    assert str(caught.value) == REJECTED[model]
 
 
 def test_a_weight_that_ours_lacks_is_named() -> None:

@@ -1,4 +1,4 @@
-"""`moe-ffn diff`: its numbers against plain arithmetic, planted differences, and input that is refused."""
+"""`moe-ffn diff`: its numbers against plain arithmetic, planted differences, and input that is rejected."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_its_numbers_are_those_of_plain_arithmetic(qwen: Path, tmp_path: Path) -
         found.kl = 0.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_difference_of_selection_alone_is_all_routing(tmp_path: Path) -> None:
+def test_a_difference_of_only_selection_is_all_routing(tmp_path: Path) -> None:
     def move_bias(model: Any) -> None:
         for layer in model.model.layers:
             layer.mlp.gate.e_score_correction_bias.zero_()
@@ -424,7 +424,7 @@ DIFFERENT: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize(("make", "sentence"), DIFFERENT.values(), ids=DIFFERENT)
-def test_what_is_no_version_of_the_model_is_refused(
+def test_what_is_no_version_of_the_model_is_rejected(
     make: Callable[[Path], Path], sentence: str, qwen: Path, diff: Diff, tmp_path: Path
 ) -> None:
     (tmp_path / "models").mkdir()
@@ -481,7 +481,7 @@ def test_bad_texts_and_missing_libraries_are_one_sentence(
     )
 
 
-def test_a_text_without_tokens_is_refused(ours: Path) -> None:
+def test_a_text_without_tokens_is_rejected(ours: Path) -> None:
     with pytest.raises(ConfigError, match="--text: is empty; give some text"):
         moe_ffn.diff(ours, ours, "")
 

@@ -1,4 +1,4 @@
-"""What lm-eval is told by our models: log-likelihoods as a plain loop has them, and greedy answers."""
+"""Answers of our models to lm-eval: log-likelihoods as a plain loop has them, and greedy answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def request(*args: Any) -> Any:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 def test_continuations_equal_a_loop_over_tokens(decoder: Decoder, batch_size: int) -> None:
-    """Of several lengths, with a context longer than the model takes, and with none."""
+    """Continuations of several lengths, with a context longer than the model takes, and with none."""
     pairs = [
         ("the cat", " sat"),
         ("x", "yz"),

@@ -277,7 +277,7 @@ def test_adapters_are_switched_added_disabled_saved_and_merged(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("options", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
-def test_peft_itself_refuses_dropout_and_dora(options: dict[str, Any]) -> None:
+def test_peft_itself_rejects_dropout_and_dora(options: dict[str, Any]) -> None:
     ffn = build_ffn({"type": "moe", "num_experts": 4}, d_model=D_MODEL)
     with pytest.raises(ValueError, match="does not work with"):
         with_lora(ffn, ["experts.down"], **options)
@@ -296,7 +296,7 @@ def test_experts_without_an_adapter_are_named(tmp_path: Path) -> None:
         fuse_adapters(adapted("ours", tmp_path / "other"))
 
 
-def test_models_whose_experts_we_do_not_compute_are_refused() -> None:
+def test_models_whose_experts_we_do_not_compute_are_rejected() -> None:
     with pytest.raises(ConfigError, match="has no experts with stacked matrices"):
         fuse_adapters(nn.Linear(2, 2))
     model = live("mixtral")

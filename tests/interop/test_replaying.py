@@ -283,7 +283,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("experts", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_record_of_something_else_is_refused(experts: Any, message: str) -> None:
+def test_a_record_of_something_else_is_rejected(experts: Any, message: str) -> None:
     model = routed("mixtral")
     with pytest.raises(ConfigError, match=message), replay(model, experts):
         model(**BATCH)
@@ -313,7 +313,7 @@ def test_a_router_that_cannot_replay_is_named() -> None:
         model(**BATCH)
 
 
-def test_a_pass_of_an_inner_module_is_refused() -> None:
+def test_a_pass_of_an_inner_module_is_rejected() -> None:
     model = routed("mixtral")
     with (
         pytest.raises(ConfigError, match="layer_00 ran outside a pass of the given model"),

@@ -178,7 +178,7 @@ def test_a_model_whose_routing_cannot_be_seen_is_named(family: str) -> None:
         pass
 
 
-def test_two_stacks_of_layers_are_refused() -> None:
+def test_two_stacks_of_layers_are_rejected() -> None:
     both = nn.ModuleDict({"one": routed("mixtral"), "two": routed("mixtral")})
     with (
         pytest.raises(ConfigError, match=r"'two\.model\.layers\.0\.mlp\.experts' of ModuleDict is"),
@@ -187,7 +187,7 @@ def test_two_stacks_of_layers_are_refused() -> None:
         pass
 
 
-def test_a_mask_that_does_not_mark_padding_is_refused() -> None:
+def test_a_mask_that_does_not_mark_padding_is_rejected() -> None:
     model = routed("mixtral")
     with (
         pytest.raises(ConfigError, match=r"attention_mask must have the shape \(batch, sequence\)"),

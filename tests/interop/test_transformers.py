@@ -1,4 +1,4 @@
-"""Our kernels and blocks inside the models of transformers: equal numbers, or a refusal by name."""
+"""Our kernels and blocks inside the models of transformers: equal numbers, or a rejection by name."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def test_what_cannot_take_the_place_is_named_and_nothing_changes(
     assert list(model.state_dict()) == names
 
 
-def test_an_ffn_that_does_more_than_its_matrices_say_is_refused() -> None:
+def test_an_ffn_that_does_more_than_its_matrices_say_is_rejected() -> None:
     model = dense_model("llama")
     mlp = model.model.layers[0].mlp
     plain = copy.copy(mlp.forward)

@@ -151,7 +151,7 @@ def test_a_layer_runs_without_anything_in_its_tensors(config: dict[str, Any], ba
     with FakeTensorMode(), torch.device(DEVICE):
         layer = build(backend, config)
         x = torch.empty(2, 5, 16, requires_grad=True)
-        # Of such tensors, F.grouped_mm takes bfloat16 alone.
+        # Of such tensors, F.grouped_mm takes only bfloat16.
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             hidden = layer(x).hidden
         assert hidden.shape == x.shape
@@ -168,7 +168,7 @@ def test_the_kernels_are_launched_without_reading_a_tensor(
     plan, weights = make_plan_of([[0, 2], [0, None], [1, 2]], 3), make_weights()
     x_TD = torch.randn(3, weights.d_model, device=plan.offsets_E.device, requires_grad=True)
 
-    def refuse(name: str) -> None:
+    def reject(name: str) -> None:
         allowed = getattr(Tensor, name)
 
         def read(*arguments: Any, **named: Any) -> Any:
@@ -180,7 +180,7 @@ def test_the_kernels_are_launched_without_reading_a_tensor(
         monkeypatch.setattr(Tensor, name, read)
 
     for name in READ_ON_THE_HOST:
-        refuse(name)
+        reject(name)
     backend.triton(x_TD, plan, weights).sum().backward()
     assert x_TD.grad is not None
 

@@ -398,26 +398,28 @@ def test_an_error_of_one_thread_ends_all(threads: Any) -> None:
         native(x_TD, plan, wrong)
 
 
-def test_a_plan_that_does_not_fit_is_refused() -> None:
+def test_a_plan_that_does_not_fit_is_rejected() -> None:
     x_TD, plan, weights = Case(*SHAPES["one token"], torch.float32, {"bias": False}).given()
 
-    def refused(message: str, x_TD: Tensor = x_TD, **changed: Any) -> None:
+    def rejected(message: str, x_TD: Tensor = x_TD, **changed: Any) -> None:
         with pytest.raises(RuntimeError, match=message):
             native(x_TD, replace(plan, **changed), weights)
 
-    refused(
+    rejected(
         r"a token id that is not in \[0, 1\), the tokens of x",
         token_indices_N=plan.token_indices_N + 1,
     )
-    refused(
+    rejected(
         r"a token id that is not in \[0, 1\), the tokens of x",
         token_indices_N=plan.token_indices_N - 1,
     )
-    refused("the plan is for 2 experts, but there are 3", offsets_E=torch.tensor([1, 3]).int())
+    rejected("the plan is for 2 experts, but there are 3", offsets_E=torch.tensor([1, 3]).int())
     grow = r"the plan's offsets must grow from 0 to at most its 3 pairs"
-    refused(grow, offsets_E=torch.tensor([-1, 0, 3]).int())
-    refused(grow, offsets_E=torch.tensor([2, 1, 3]).int())
-    refused(grow, offsets_E=torch.tensor([1, 1, 3]).int(), token_indices_N=plan.token_indices_N[:2])
+    rejected(grow, offsets_E=torch.tensor([-1, 0, 3]).int())
+    rejected(grow, offsets_E=torch.tensor([2, 1, 3]).int())
+    rejected(
+        grow, offsets_E=torch.tensor([1, 1, 3]).int(), token_indices_N=plan.token_indices_N[:2]
+    )
     for bias in ("up_bias_EH", "down_bias_ED"):
         height = 65 if bias == "up_bias_EH" else 64
         for shape in ((1, height), (3, height - 1), (height,)):
@@ -425,4 +427,4 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
             with pytest.raises(RuntimeError, match=rf"but must be \[3, {height}\]"):
                 native(x_TD, plan, wrong)
     sizes = r"x is \[1, 63\], but the experts' matrices are \[3, 65, 64\] and \[3, 64, 65\]"
-    refused(sizes, x_TD[:, 1:])
+    rejected(sizes, x_TD[:, 1:])

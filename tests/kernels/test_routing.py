@@ -15,7 +15,7 @@ from moe_ffn.routing.base import RouterLinear
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason() is not None,
-    reason=f"the compiled kernel {unavailable_reason()}: there is one way alone",
+    reason=f"the compiled kernel {unavailable_reason()}: there is only one way",
 )
 
 INF = math.inf

@@ -192,7 +192,7 @@ def test_an_expanded_gradient_is_supported(make_weights: Any, make_plan_of: Any)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_a_second_derivative_is_refused(make_weights: Any, make_plan_of: Any) -> None:
+def test_a_second_derivative_is_rejected(make_weights: Any, make_plan_of: Any) -> None:
     plan, weights = make_plan_of(PLANS["one_pair"], 3), make_weights()
     x_TD = tokens(1)
     (gradient,) = torch.autograd.grad(

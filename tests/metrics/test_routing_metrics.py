@@ -117,7 +117,7 @@ def test_nothing_but_padding_measures_zeros(make_routing: Any) -> None:
 
 
 def test_sequences_are_balanced_each_by_itself(make_routing: Any) -> None:
-    # Two sequences, each of them on one expert alone: MaxVio 1 each, and 0 together. A third is balanced.
+    # Two sequences, each of them on a single expert: MaxVio 1 each, and 0 together. A third is balanced.
     values = measure(2, make_routing([[0], [0], [1], [1], [0], [1]], 2, sequence_length=2))
     assert values["max_violation"].item() == 0
     assert values["sequence_max_violation"].item() == pytest.approx((1 + 1 + 0) / 3)
@@ -215,13 +215,13 @@ def test_ranks_together_measure_the_same_as_one_rank_with_all_batches(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_routing_of_a_dense_block_is_refused_by_name(kind: Any) -> None:
+def test_the_routing_of_a_dense_block_is_rejected_by_name(kind: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{kind.__name__}\.update takes a Routing, but got None"):
         kind(2).update(None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_routing_over_other_experts_is_refused_with_both_numbers(
+def test_a_routing_over_other_experts_is_rejected_with_both_numbers(
     kind: Any, make_routing: Callable[..., Routing]
 ) -> None:
     routing = make_routing([[0]], 3)
@@ -391,9 +391,9 @@ def test_functions_of_tensors_reject_a_routing(
     make_routing: Callable[..., Routing], function: Any, advice: str
 ) -> None:
     routing = make_routing([[0]], 2)
-    with pytest.raises(TypeError) as refused:
+    with pytest.raises(TypeError) as rejected:
         function(*[routing] * len(signature(function).parameters))
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         f"{function.__name__} takes tensors, but got a value of type Routing; {advice}"
     )
 

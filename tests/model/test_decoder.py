@@ -169,7 +169,7 @@ NO_K = "no router of these layers chooses k experts by score, as 'top_k' does (r
         (TABLE, {"0": 2}, f"k_at '0': {NO_K}'top_k'"),
     ],
 )
-def test_another_k_that_does_not_fit_is_refused(ffn: Any, k_at: Any, message: str) -> None:
+def test_another_k_that_does_not_fit_is_rejected(ffn: Any, k_at: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         build(ffn=ffn).set_k(k_at)
 
@@ -445,7 +445,7 @@ def test_num_params_counts_the_built_model(
         "conv",
     ],
 )
-def test_models_of_one_seed_differ_in_their_ffn_alone(ffn: Any) -> None:
+def test_models_of_one_seed_differ_only_in_their_ffn(ffn: Any) -> None:
     one = build(ffn="dense")
     other = build(ffn=ffn).state_dict()
     beside = {name: value for name, value in one.state_dict().items() if ".ffn." not in name}

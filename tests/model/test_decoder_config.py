@@ -117,7 +117,7 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
     assert explain(caught.value) == ["ffn_at.1::2.num_expert: unknown; did you mean 'num_experts'?"]
 
 
-REFUSED = """
+REJECTED = """
 {ffn: {type: conv, causal: false}}
     layer 0 ('conv') is not causal: causal (false) with kernel_size (3) looks ahead; set
     it to true, or set model.causal: false
@@ -164,7 +164,7 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize(("options", "message"), answers(REFUSED))
+@pytest.mark.parametrize(("options", "message"), answers(REJECTED))
 def test_bad_options_are_rejected_by_path(options: str, message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         DecoderConfig.model_validate(yaml.safe_load(options))

@@ -27,7 +27,7 @@ from moe_ffn.studies.coordinates import Coordinates, measure_coordinates
 from moe_ffn.training.optimizer import Muon
 from moe_ffn.weights import export_transformers
 from moe_ffn.weights.initialiser import with_blocks
-from tests.helpers.cases import answers, cases, refuses
+from tests.helpers.cases import answers, cases, rejects
 
 MOE = {
     "type": "moe",
@@ -298,8 +298,8 @@ MISTAKES = """
 
 
 @pytest.mark.parametrize(("typed", "message"), answers(MISTAKES))
-def test_a_wrong_size_is_refused(typed: str, message: str) -> None:
-    refuses(lambda: coordinates.main([*SMALL, *typed.split()]), message)
+def test_a_wrong_size_is_rejected(typed: str, message: str) -> None:
+    rejects(lambda: coordinates.main([*SMALL, *typed.split()]), message)
 
 
 HEADS: list[tuple[dict[str, Any], dict[str, Any], float]] = [
@@ -442,7 +442,7 @@ def test_a_resumed_run_may_change_the_options_of_its_parts_but_not_which() -> No
     assert fixed_options(config())["optimizer"] == {"type": "muon"}
 
 
-REFUSED = """
+REJECTED = """
 {optimizer.type: sgd}
     model.parametrization.type ('completep') has no rule for optimizer.type ('sgd'); use adamw or muon, or
     parametrization standard
@@ -490,7 +490,7 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize(("options", "message"), answers(REFUSED))
+@pytest.mark.parametrize(("options", "message"), answers(REJECTED))
 def test_options_without_a_scaling_rule_are_rejected_by_path(options: str, message: str) -> None:
     given = {"model.parametrization": COMPLETEP, **yaml.safe_load(options)}
-    refuses(lambda: config(**given), message)
+    rejects(lambda: config(**given), message)

@@ -21,7 +21,7 @@ from moe_ffn.data.tokenizer import BPEConfig, Tokenizer, train_bpe
 from moe_ffn.model.generate import generate
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE
 from moe_ffn.training.optimizer import OptimizerConfig
-from tests.helpers.cases import cases, refuses
+from tests.helpers.cases import cases, rejects
 from tests.helpers.same_run import snapshot
 from tests.helpers.tiny_runs import Finished, finished_copy, run_here
 
@@ -157,7 +157,7 @@ BAD_BATCHES: list[tuple[Any, Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("ids", "mask", "error", "message"), BAD_BATCHES)
 def test_bad_ids_are_rejected(ids: Any, mask: Any, error: type[Exception], message: str) -> None:
-    refuses(lambda: DecoderConfig(d_model=8).build(17, 10)(ids, mask), message, error)
+    rejects(lambda: DecoderConfig(d_model=8).build(17, 10)(ids, mask), message, error)
 
 
 def test_a_model_with_nan_generates_no_text() -> None:
@@ -165,7 +165,7 @@ def test_a_model_with_nan_generates_no_text() -> None:
     with torch.no_grad():
         model.embedding.weight.fill_(torch.nan)
     message = "the model's largest logit is nan: there is no next token"
-    refuses(lambda: generate(model, IDS[0], 2), message, RuntimeError)
+    rejects(lambda: generate(model, IDS[0], 2), message, RuntimeError)
 
 
 # -- data
@@ -177,7 +177,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_ids_outside_a_vocabulary_are_not_decoded() -> None:
-    refuses(lambda: tokenizer().decode([3, 10**6]), "ids must lie in [0, ", ValueError)
+    rejects(lambda: tokenizer().decode([3, 10**6]), "ids must lie in [0, ", ValueError)
 
 
 def set_at(*path: str, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -207,7 +207,7 @@ def test_a_tokenizer_that_loses_text_is_rejected(
     stored = json.loads(json.dumps(tokenizer().to_dict()))
     change(stored)
     prefix = "data.tokenizer: the stored tokenizer of type 'bpe' "
-    refuses(lambda: BPEConfig().restore(stored), prefix + message)
+    rejects(lambda: BPEConfig().restore(stored), prefix + message)
 
 
 # -- optimizers

@@ -24,7 +24,7 @@ Wrong = tuple[bytes, str]
 """Config files that must be rejected, and the dotted key or file that the answer must name."""
 
 
-def check_refused(folder: Path, content: bytes, named: str) -> None:
+def check_rejected(folder: Path, content: bytes, named: str) -> None:
     """AssertionError where `experiments.train` does not answer it as it answers a mistake."""
     path = folder / "mine.yaml"
     path.write_bytes(content)
@@ -33,7 +33,7 @@ def check_refused(folder: Path, content: bytes, named: str) -> None:
         contextlib.chdir(folder),
         patch("moe_ffn.runs.train.run.read_initial_weights", side_effect=accepted),
     ):
-        start = time.process_time()  # of the answer alone: all that it needs is imported by now
+        start = time.process_time()  # only of the answer: all that it needs is imported by now
         done = run_here("--config", "mine.yaml")
         seconds = time.process_time() - start
     shown = f"exit code {done.code}, {done.stderr[:400]!r}"
@@ -113,7 +113,7 @@ KEYS: dict[str, Wrong] = {
 
 @pytest.mark.parametrize(("content", "named"), [*cases(FILES, quick=6), *cases(KEYS, quick=8)])
 def test_a_config(tmp_path: Path, content: bytes, named: str) -> None:
-    check_refused(tmp_path, content, named)
+    check_rejected(tmp_path, content, named)
 
 
 # -- every option, and every key of every shipped file
@@ -190,7 +190,7 @@ def test_every_option_and_every_key(
     broken = []
     for content, named in tried:
         try:
-            check_refused(tmp_path, content, named)
+            check_rejected(tmp_path, content, named)
         except Exception as error:
             broken.append(f"{content[:300]!r}: {type(error).__name__}: {error}")
     assert not broken, f"{len(broken)} of {len(tried)} broken, first {'; '.join(broken[:3])}"

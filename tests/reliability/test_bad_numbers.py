@@ -133,7 +133,7 @@ def state_of(fitted: Fitted) -> dict[str, Any]:
 
 # -- every step breaks
 
-# From the seventh batch of training on, and on the last rank alone.
+# From the seventh batch of training on, and only on the last rank.
 BREAKS = """self.num_batches = getattr(self, "num_batches", 0) + self.training
         import os
         if os.environ.get("LOCAL_RANK", "0") == "%s" and self.num_batches > 6:

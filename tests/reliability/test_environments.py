@@ -185,7 +185,7 @@ def test_an_error_quotes_no_control_character(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_control_characters_are_escaped_on_a_terminal_alone(tmp_path: Path) -> None:
+def test_control_characters_are_escaped_only_on_a_terminal(tmp_path: Path) -> None:
     argv = (str(finished_copy(tmp_path)), "--prompt", "\x1b[2Ja", "--num-tokens", "4")
 
     code, sent = on_terminal("moe_ffn.cli.generate", *argv)

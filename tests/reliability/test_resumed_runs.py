@@ -141,7 +141,7 @@ def test_a_run_killed_at_its_end_resumes_to_the_same_result(
 
 @pytest.mark.slow
 def test_a_run_that_died_once_its_last_validation_was_written(tmp_path: Path) -> None:
-    """Its row and text already exist and are not written twice."""
+    """The row and the text already exist and are not written twice."""
     train(*options(tmp_path, run__name="whole", **LAST))
     with patch("moe_ffn.runs.train.ending.summary_of", side_effect=Crash), pytest.raises(Crash):
         run_here(*options(tmp_path, run__name="cut", **LAST))

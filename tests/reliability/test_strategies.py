@@ -146,7 +146,7 @@ def train_on_ranks(num_ranks: int, *argv: str, cut: Cut | None = None) -> int | 
     """Train a run in copies of this process, one per rank; returns the exit code of the first.
 
     Args:
-        cut: the place where the run ends: a signal reaches the last rank alone, a crash all ranks.
+        cut: the place where the run ends: a signal reaches only the last rank, a crash all ranks.
     """
     importlib.import_module("torch._dynamo")  # once, and not in each rank
     with socket.socket() as free:

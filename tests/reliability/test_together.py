@@ -52,8 +52,8 @@ def test_two_runs_of_one_name(tmp_path: Path, seconds: float) -> None:
 
     assert sorted(one.code for one in ended.values()) == [0, 2], ended
     (winner,) = (seed for seed, one in ended.items() if one.code == 0)
-    (refused,) = (one for one in ended.values() if one.code == 2)
-    (line,) = refused.own_lines
+    (rejected,) = (one for one in ended.values() if one.code == 2)
+    (line,) = rejected.own_lines
     assert line.startswith("error: run.name: '"), line
     assert "exists and is never overwritten" in line, line
     assert run_here(*options(tmp_path, run__name="alone", seed=winner)).code == 0

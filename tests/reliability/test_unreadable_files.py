@@ -180,7 +180,7 @@ def test_a_bad_text_is_rejected(tmp_path: Path, name: str, content: bytes, said:
 @pytest.mark.parametrize(
     "content",
     [b" \n\t" * 500, b"a\rb\r\nc\n\x0b\x0c\xe2\x80\xa8" * 99],
-    ids=["spaces alone", "line ends of every kind"],
+    ids=["only spaces", "line ends of every kind"],
 )
 def test_an_odd_text_is_read(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(content)

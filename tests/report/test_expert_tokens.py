@@ -132,7 +132,7 @@ def test_a_text_of_many_batches_is_routed_as_one(
         assert (parts.layers[name].pairs[0] == layer.pairs[0]).all()
 
 
-def test_the_text_comes_from_the_cache_alone_and_its_loss_is_one_sentence(
+def test_the_text_comes_only_from_the_cache_and_its_loss_is_one_sentence(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = moe_ffn.load_run(trained)

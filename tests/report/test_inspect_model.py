@@ -490,7 +490,7 @@ def test_without_a_choice_there_is_no_agreement() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_hash_router_agrees_with_the_token_alone(k: int) -> None:
+def test_a_hash_router_agrees_only_with_the_token(k: int) -> None:
     router = {"type": "hash", "k": k}
     found = inspect_model(decoder_of(moe(router=router), LETTERS), random_text(LETTERS))
     one = found.routers["layer_00"]

@@ -84,7 +84,7 @@ def test_a_loss_is_drawn_over_tokens_flops_seconds_and_steps(page: Written) -> N
     assert axes == [*first, "optimizer steps"]
 
 
-def test_a_page_made_from_results_alone_has_the_same_content(
+def test_a_page_made_only_from_results_has_the_same_content(
     study: list[Path], page: Written, tmp_path: Path
 ) -> None:
     gathered = gather(study)
@@ -179,7 +179,7 @@ STEP = "trainer/global_step"
 
 LAYERS = ("layer_00", "layer_03", "layer_03/inner", "layer_03/round_2", "layer_117")
 
-# What training rows have; co-activation is measured in validation alone.
+# What training rows have; co-activation is measured only in validation.
 OF_A_LAYER = set(MEASURES) - {"coactivation_max"}
 
 
@@ -187,12 +187,12 @@ OF_A_LAYER = set(MEASURES) - {"coactivation_max"}
 def view() -> dict[str, Any]:
     """The view, made without the network."""
 
-    def refuse(*args: object, **kwargs: object) -> None:
+    def reject(*args: object, **kwargs: object) -> None:
         raise AssertionError("the network was used")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "socket", refuse)
-        patch.setattr(socket, "getaddrinfo", refuse)
+        patch.setattr(socket, "socket", reject)
+        patch.setattr(socket, "getaddrinfo", reject)
         return json.loads(to_json(build_workspace("team", "project")))["spec"]["section"]
 
 

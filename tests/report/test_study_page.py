@@ -107,8 +107,8 @@ def test_the_page_has_question_design_and_result(page: StudyPage) -> None:
     titles = ["What would change our mind", "What this does not show", "Design", "How it was made"]
     assert list(found) == ["", "Result", *titles]
     assert found[""].startswith("# Do gates beat activations?\n\nPublished: ReLU 1.997")
-    assert "| gelu | dense" in found["Design"]
-    assert "| swiglu | `model.ffn: dense" in found["Design"]
+    assert "| gelu | - | dense | 250 |" in found["Design"]
+    assert "| swiglu | gelu | swiglu | 250 |" in found["Design"]
     assert "- swiglu is better than gelu by 0.1000 [0.1000, 0.1000]" in found["Result"]
     assert "| swiglu | 3 | 2.0003 " in found["Result"]
     assert found["What would change our mind"].strip() == "A larger model."
@@ -126,6 +126,31 @@ def test_the_page_has_question_design_and_result(page: StudyPage) -> None:
     verdict = re.search(r"- (swiglu is better .*)", page.markdown)
     assert verdict is not None
     assert page.summary == f"| [Do gates beat activations?](gating.md) | {verdict[1]} |"
+
+
+def test_the_design_shows_what_each_arm_changes_and_notes_follow_the_limits() -> None:
+    rate, dense = "optimizer.learning_rate", {"model.ffn.type": "dense", "model.d_model": 64}
+    results = [
+        make_result("few", 0, options={"model.ffn.num_experts": 4, rate: 0.1}),
+        make_result("many", 0, options={"model.ffn.num_experts": 16, rate: 0.1}),
+        make_result("dense", 0, options=dense | {rate: 0.1}, steps=200),
+        make_result("faster", 0, options=dense | {rate: 0.2}),
+    ]
+    arms = "arms: {few: , many: , dense: , faster: }\n"
+    found = page_of(f"{arms}baseline: few\nbaselines: {{dense: null, faster: dense}}", results)
+
+    block = "moe, 4 experts (swiglu), top_k k=2"
+    rows = [line.split(" | ")[:3] for line in found["Design"].splitlines() if line[:2] == "| "]
+    assert rows[2:] == [
+        ["| few", "-", f"{block}<br>`num_experts 4`<br>`model.d_model 128`"],
+        ["| many", "few", "`num_experts 16`"],
+        ["| dense", "-", f"dense<br>`model.d_model 64`<br>`{rate} 0.1`"],
+        ["| faster", "dense", f"`{rate} 0.2`"],
+    ]
+    limits = found["What this does not show"].strip().splitlines()
+    assert limits[2].startswith("- The arms are trained on different numbers of tokens: few on ")
+    assert limits[3].startswith("- One seed has no interval over seeds")
+    assert "numbers of tokens" not in found["Result"]
 
 
 def test_blocks_stand_side_by_side_at_each_size() -> None:
@@ -348,11 +373,11 @@ def test_an_effect_of_the_seed_on_all_arms_widens_no_interval_of_a_fit() -> None
 
 def test_a_fit_with_too_few_runs_is_explained_on_the_page(results: list[RunResult]) -> None:
     found = page_of(GATING + "fit: [clark, granularity, leverage, isoflop]", results)
-    refused = "no fit; 6 runs at 1 sizes cannot determine 4 parameters"
-    assert refused in found["Scaling with experts"]
+    rejected = "no fit; 6 runs at 1 sizes cannot determine 4 parameters"
+    assert rejected in found["Scaling with experts"]
     assert found["Best granularity"].strip().startswith("No fit: set `axis` of the study")
-    refused = "| gelu | 3e+06 | - | 3 runs at 1 sizes cannot determine 3 parameters;"
-    assert refused in found["Best size at each budget"]
+    rejected = "| gelu | 3e+06 | - | 3 runs at 1 sizes cannot determine 3 parameters;"
+    assert rejected in found["Best size at each budget"]
 
 
 def test_flops_of_the_model_that_runs_began_with_are_counted_and_arms_cross_on_the_page() -> None:

@@ -59,7 +59,7 @@ def test_it_equals_division_of_rows_and_columns_in_plain_python() -> None:
 
 @pytest.mark.parametrize("scale", [10.0, 30.0])
 def test_sharp_logits_do_not_stop_it_before_it_is_balanced(scale: float) -> None:
-    # One column's factor is e^30 times another's here; all have to settle, not the largest alone.
+    # One column's factor is e^30 times another's here; all have to settle, not only the largest.
     balanced = sinkhorn(lopsided_logits(scale), everybody(), max_iterations=100_000)
     columns = balanced.softmax(dim=-1).sum(dim=0)
     # The columns' last change was below the tolerance of 1e-4, and shrank slowly.
@@ -313,7 +313,7 @@ def test_the_k_experts_of_a_token_differ_and_weigh_the_same(k: int) -> None:
     assert routing.logits_TE.count_nonzero() == 0
 
 
-def test_a_block_without_token_ids_is_refused() -> None:
+def test_a_block_without_token_ids_is_rejected() -> None:
     message = (
         "router.type 'hash' routes by token id: call the block with TokenContext(token_ids=...)"
     )

@@ -68,7 +68,7 @@ def test_k_of_all_experts_and_a_single_expert_are_served(
             config = config_of(options)
             config.check_num_experts(num_experts)
         except ValueError:
-            # Refused: a single expert would have a constant weight, a table has fewer sub-keys.
+            # Rejected: a single expert would have a constant weight, a table has fewer sub-keys.
             assert num_experts == 1 or config_of(router).is_pairs_only
             continue
         built = config.build(D_MODEL, num_experts).train(training)
@@ -296,7 +296,7 @@ def test_a_router_is_called_causal_exactly_when_no_later_token_changes_an_earlie
 
 @MODES
 @every_router
-def test_no_tokens_and_padding_alone_pass_and_leave_zero_gradients(
+def test_no_tokens_and_only_padding_pass_and_leave_zero_gradients(
     router: dict[str, Any], training: bool
 ) -> None:
     layer = build_layer(router).train(training)

@@ -59,7 +59,7 @@ table_always: {type: sigmoid_top_k, correction_bias: false, token_table: {vocab_
 
 
 def expected_pairs(router: Any, row: list[float], token_id: int) -> list[tuple[int, float]]:
-    """(expert, weight) of one token, from the options alone."""
+    """(expert, weight) of one token, only from the options."""
     c = router.config
     z = [c.logit_scale * value for value in row]
     if c.logit_cap:
@@ -124,7 +124,7 @@ def test_each_option_equals_a_loop_in_plain_python(options: dict[str, Any]) -> N
     assert config.num_params(E, E) == sum(p.numel() for p in router.parameters())
 
 
-def test_a_token_table_routes_by_token_id_alone() -> None:
+def test_a_token_table_routes_only_by_token_id() -> None:
     router = identity_router(RouterConfig.model_validate(OPTIONS["table"]), E)
     ids = torch.tensor([4, 4, 7])
     routing = router(torch.randn(3, E), TokenContext(token_ids=ids))

@@ -23,7 +23,7 @@ from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 from tests.helpers.tiny_runs import PROGRESS
 
-Refuse = Callable[..., str]
+Reject = Callable[..., str]
 
 # -- config files
 
@@ -48,31 +48,31 @@ FILES = {
 
 
 @pytest.mark.parametrize(("content", "answer"), FILES.values(), ids=FILES)
-def test_a_bad_config_file_is_refused_by_its_name(
-    refuse: Refuse, tmp_path: Path, content: str | bytes, answer: str
+def test_a_bad_config_file_is_rejected_by_its_name(
+    reject: Reject, tmp_path: Path, content: str | bytes, answer: str
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    said = refuse("--config", str(path))
+    said = reject("--config", str(path))
     assert re.match(re.escape(f"--config {path}: ") + answer, said), said
 
 
-def test_a_missing_config_file_or_a_folder_is_rejected(refuse: Refuse, tmp_path: Path) -> None:
+def test_a_missing_config_file_or_a_folder_is_rejected(reject: Reject, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    assert refuse("--config", "no.yaml") == "--config no.yaml: No such file or directory"
-    assert refuse("--config", "folder") == "--config folder: Is a directory"
+    assert reject("--config", "no.yaml") == "--config no.yaml: No such file or directory"
+    assert reject("--config", "folder") == "--config folder: Is a directory"
 
 
-def test_many_mistakes_are_cut_to_six_lines(refuse: Refuse, tmp_path: Path) -> None:
+def test_many_mistakes_are_cut_to_six_lines(reject: Reject, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("".join(f"k{number}: 1\n" for number in range(9)))
-    said = refuse("--config", "mine.yaml", lines=6).splitlines()
+    said = reject("--config", "mine.yaml", lines=6).splitlines()
     assert [line.partition(":")[0] for line in said[:5]] == ["k0", "k1", "k2", "k3", "k4"]
     assert said[5] == "and 4 more mistakes; fix these first"
 
 
-def test_a_line_break_in_a_key_makes_no_second_line(refuse: Refuse, tmp_path: Path) -> None:
+def test_a_line_break_in_a_key_makes_no_second_line(reject: Reject, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text('"a\\nb\\e[31m": 1')
-    assert refuse("--config", "mine.yaml").startswith("a\\nb\\x1b[31m: unknown; known: ")
+    assert reject("--config", "mine.yaml").startswith("a\\nb\\x1b[31m: unknown; known: ")
 
 
 # -- a custom class
@@ -95,10 +95,10 @@ def test_running_custom_code_is_announced_first(
         assert capsys.readouterr().err == said
 
 
-def test_reading_a_config_runs_no_code(refuse: Refuse, tmp_path: Path) -> None:
+def test_reading_a_config_runs_no_code(reject: Reject, tmp_path: Path) -> None:
     for tag in ("apply:os.mkdir ['hacked']", "object/apply:os.mkdir ['hacked']", "name:os.system"):
         (tmp_path / "mine.yaml").write_text(f"seed: !!python/{tag}")
-        refuse("--config", "mine.yaml")
+        reject("--config", "mine.yaml")
     assert not (tmp_path / "hacked").exists()
 
 
@@ -129,19 +129,19 @@ OWN = {
 
 
 @pytest.mark.parametrize(("source", "answer"), OWN.values(), ids=OWN)
-def test_an_own_class_that_cannot_be_used_is_refused_by_path(
-    refuse: Refuse, tmp_path: Path, source: str, answer: str
+def test_an_own_class_that_cannot_be_used_is_rejected_by_path(
+    reject: Reject, tmp_path: Path, source: str, answer: str
 ) -> None:
     path = tmp_path / "own.py"
     path.write_text(source)
-    said = refuse("--model.ffn.type", f"{path}:Block")
+    said = reject("--model.ffn.type", f"{path}:Block")
     assert said == "model.ffn.type: " + answer.format(path=path)
 
 
 # -- data
 
 
-def test_a_sequence_longer_than_the_corpus_is_refused(
+def test_a_sequence_longer_than_the_corpus_is_rejected(
     run_train: Callable[..., Any], tmp_path: Path
 ) -> None:
     # Only the encoded text has a length, so the cache may exist afterwards; no run does.
@@ -174,9 +174,9 @@ def test_a_damaged_file_of_a_run_is_named(
 ) -> None:
     run = shutil.copytree(moe_run.folder, tmp_path / "run")
     (run / name).write_text(content)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         load_model(run)
-    assert str(refused.value) == answer.format(path=run / name, run=run)
+    assert str(rejected.value) == answer.format(path=run / name, run=run)
 
 
 def test_the_best_weights_are_preferred_to_the_newest(moe_run: Any, tmp_path: Path) -> None:
@@ -196,26 +196,26 @@ def test_the_best_weights_are_preferred_to_the_newest(moe_run: Any, tmp_path: Pa
 # -- where a run is written
 
 
-def test_a_file_in_the_place_of_the_output_folder_is_refused(
-    refuse: Refuse, tmp_path: Path
+def test_a_file_in_the_place_of_the_output_folder_is_rejected(
+    reject: Reject, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    assert refuse("--run.output_dir", "file") == "run.output_dir: 'file' is a file, not a folder"
+    assert reject("--run.output_dir", "file") == "run.output_dir: 'file' is a file, not a folder"
     assert (
-        refuse("--run.output_dir", "file/a/b") == "run.output_dir: 'file' is a file, not a folder"
+        reject("--run.output_dir", "file/a/b") == "run.output_dir: 'file' is a file, not a folder"
     )
 
 
 @pytest.mark.parametrize("content", ["a finished run", None], ids=["with files", "empty"])
 def test_an_existing_run_is_never_overwritten(
-    refuse: Refuse, tmp_path: Path, content: str | None
+    reject: Reject, tmp_path: Path, content: str | None
 ) -> None:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     if content is not None:
         (folder / "metrics.jsonl").write_text(content)
 
-    assert refuse("--run.name", "mine") == (
+    assert reject("--run.name", "mine") == (
         "run.name: 'runs/mine' exists and is never overwritten; choose another name or remove it"
     )
 
@@ -287,19 +287,19 @@ def test_checking_the_lock_does_not_block_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader holds the lock only for a moment."""
-    flock, refused = fcntl.flock, 3
+    flock, rejected = fcntl.flock, 3
 
     def busy(file: int, operation: int) -> None:
-        nonlocal refused
-        refused -= 1
-        if refused >= 0:
+        nonlocal rejected
+        rejected -= 1
+        if rejected >= 0:
             raise BlockingIOError
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", busy)
 
     with locked(tmp_path):
-        assert refused < 0
+        assert rejected < 0
 
 
 def test_a_run_whose_folder_cannot_be_written_is_not_held(tmp_path: Path) -> None:

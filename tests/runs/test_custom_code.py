@@ -108,10 +108,10 @@ def test_a_missing_custom_file_is_reported_with_the_searched_folder(tmp_path: Pa
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/mine.yaml").write_text("model: {ffn: 'none.py:Own'}")
 
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         parse("--config", "deep/mine.yaml")
 
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         "model.ffn.type: importing 'deep/none.py' failed: FileNotFoundError: No such file or directory; a "
         "relative path starts at the folder of the YAML file that names it, or, in an option, at the current "
         "folder"
@@ -130,10 +130,10 @@ def test_a_block_that_needs_numbers_to_be_built_cannot_be_built_empty(own: Path)
     config.build(vocab_size=8, max_seq_len=4)
     line = next(n for n, text in enumerate(own.read_text().splitlines(), 1) if ".item()" in text)
 
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         config.build_empty(vocab_size=8, max_seq_len=4)
 
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         f"own.py, line {line}, reads the values of a tensor, but parallel.shard, parallel.expert and "
         "moe-ffn plan build the model without values first (Tensor.item() cannot be called on meta tensors); "
         "compute it from plain Python numbers"
@@ -181,7 +181,7 @@ def test_two_files_of_one_name_are_kept_apart(own: Path, tmp_path: Path) -> None
     assert set(code_files(config)) == {"code/own.py", "code/own_2.py", "code.json"}
 
 
-def test_a_config_of_this_package_alone_keeps_no_code() -> None:
+def test_a_config_of_only_this_package_keeps_no_code() -> None:
     assert code_files(TrainConfig()) == {}
     assert portable_options(TrainConfig()) == TrainConfig().to_dict()
 
@@ -267,9 +267,9 @@ def test_a_run_s_code_is_run_once_it_is_trusted(tmp_path: Path) -> None:
         return read_config(folder / "config.yaml", TrainConfig)
 
     for _ in range(2):
-        with pytest.raises(UntrustedCodeError) as refused:
+        with pytest.raises(UntrustedCodeError) as rejected:
             read()
-        assert str(refused.value) == (
+        assert str(rejected.value) == (
             f"'{folder}' names code that none of your runs started with: '{folder}/code/evil.py' (sha256 "
             f"{sha256[:16]}...); read it, and if you trust it add --trust-code"
         )
@@ -477,9 +477,9 @@ def test_resume_uses_the_runs_copy_of_custom_code_and_asks_before_other_code(
 
 
 def test_trust_code_is_for_a_folder_that_the_run_reads(
-    own: Path, run_train: Callable[..., Any], refuse: Callable[..., str], tmp_path: Path
+    own: Path, run_train: Callable[..., Any], reject: Callable[..., str], tmp_path: Path
 ) -> None:
-    assert refuse("--trust-code") == (
+    assert reject("--trust-code") == (
         "--trust-code: applies to the folders of --resume, init_from and objective.distill.teacher, but this "
         "run reads none; leave it out, since a class that you name yourself is trusted"
     )
@@ -488,9 +488,9 @@ def test_trust_code_is_for_a_folder_that_the_run_reads(
         with Path("runs/mine/code/own.py").open("a") as file:
             file.write(f"# edited {number}\n")
         named = ("--model.ffn", "swiglu", f"--{option}", "runs/mine")
-        refused = run_train(tmp_path, *named)
-        assert refused.code == 2
-        assert "'runs/mine' names code that none of your runs started with" in refused.stderr
+        rejected = run_train(tmp_path, *named)
+        assert rejected.code == 2
+        assert "'runs/mine' names code that none of your runs started with" in rejected.stderr
         accepted = run_train(tmp_path, *named, "--trust-code")
         assert accepted.code == 0, accepted.stderr
 

@@ -367,12 +367,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_block_that_breaks_the_contract_is_refused(check: Check, name: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_block_that_breaks_the_contract_is_rejected(check: Check, name: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
         check("model.ffn", {"type": name})
     expected = re.escape(f"model.ffn ('own.py:{name}')") + r":? " + as_pattern(BROKEN[name])
-    assert re.match(expected, str(refused.value)), str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert re.match(expected, str(rejected.value)), str(rejected.value)
+    assert "\n" not in str(rejected.value)
 
 
 def as_pattern(text: str) -> str:
@@ -482,16 +482,16 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("place", "name", "how"), PLACES)
-def test_other_parts_that_break_their_contract_are_refused(
+def test_other_parts_that_break_their_contract_are_rejected(
     check: Check, place: str, name: str, how: str
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         check(place, {"type": name} | ({"how": how} if how else {}))
 
     is_inside = place.endswith(("experts", "combine"))
     owner = f"model.ffn ('moe' with 'own.py:{name}')" if is_inside else f"{place} ('own.py:{name}')"
     expected = re.escape(owner) + ":? " + as_pattern(PLACES[place, name, how])
-    assert re.match(expected, str(refused.value)), str(refused.value)
+    assert re.match(expected, str(rejected.value)), str(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -538,11 +538,11 @@ def test_parts_of_the_package_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> 
     check_custom_parts(TrainConfig(), torch.device("cpu"))
 
 
-def test_a_broken_block_is_refused_before_anything_is_written(
-    refuse: Callable[..., str], tmp_path: Path
+def test_a_broken_block_is_rejected_before_anything_is_written(
+    reject: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(BLOCKS)
-    said = refuse("--model.ffn.type", "own.py:Mixer")
+    said = reject("--model.ffn.type", "own.py:Mixer")
     assert said.startswith("model.ffn ('own.py:Mixer'): its output at position ")
-    said = refuse("--model.ffn.type", "own.py:Fine")
+    said = reject("--model.ffn.type", "own.py:Fine")
     assert re.match(r"'own.py' failed: ZeroDivisionError: .* \(own.py, line \d+, in model", said)

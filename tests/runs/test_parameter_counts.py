@@ -71,7 +71,7 @@ class Uncounted(Where, frozen=True):
     def num_params(self, d_model, max_seq_len): return {}
 """
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "block": (
         {"ffn_at": {"1": "own.py:Miscounts"}},
         "model.ffn_at.1 ('own.py:Miscounts') of layer 1: num_params returns 7, but the module "
@@ -110,18 +110,18 @@ def _own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("less.py").write_text(code.replace("def shared_params", "def shared_parameters"))
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("options", "message"), REJECTED.values(), ids=REJECTED)
 def test_a_part_that_counts_wrongly_is_named_with_both_numbers(
     options: dict[str, Any], message: str
 ) -> None:
     sizes = {"d_model": 8, "num_layers": 2, "attention": {"num_heads": 2}}
     decoder = DecoderConfig.model_validate(sizes | options).build(vocab_size=9, max_seq_len=3)
-    with pytest.raises(ConfigError, match="^" + re.escape(message)) as refused:
+    with pytest.raises(ConfigError, match="^" + re.escape(message)) as rejected:
         check_num_params(decoder)
-    assert str(refused.value).endswith(
+    assert str(rejected.value).endswith(
         "; correct num_params, which the model table, facts.json and matched widths rely on"
     )
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 def test_a_layer_that_uses_the_weights_of_another_counts_none() -> None:
@@ -158,14 +158,14 @@ NO_NUMBERS = {
 
 @pytest.mark.parametrize(("flag", "value", "message"), NO_NUMBERS.values(), ids=NO_NUMBERS)
 def test_nonnumeric_counts_are_rejected_before_summing(
-    flag: str, value: str, message: str, refuse: Callable[..., str]
+    flag: str, value: str, message: str, reject: Callable[..., str]
 ) -> None:
     Path("none.py").write_text(OWN.replace("return self.told", "return None"))
     line = "return 2 * d_model * self.d_ff  # up x, once for a token"
     code = python_with("AdaptedConfig")
     assert line in code
     Path("odd.py").write_text(code.replace(line, "return d_model * self.dff"))
-    assert refuse(f"--model.{flag}", value).startswith(message)
+    assert reject(f"--model.{flag}", value).startswith(message)
 
 
 def test_wrong_parameter_counts_are_rejected_once_the_model_is_built(

@@ -201,7 +201,7 @@ def test_the_activations_of_a_teacher_are_those_of_a_real_step() -> None:
     assert planned == pytest.approx(tracked(tracker), rel=0.05)
 
 
-def test_a_teacher_is_whole_on_each_rank_and_computes_forward_alone() -> None:
+def test_a_teacher_is_whole_on_each_rank_and_computes_only_forward() -> None:
     config = config_of(objective={"distill": {"teacher": "any"}})
     without, with_it = (
         {p.layout: p for p in plan_layouts(config, 2, DEVICES["h100"], 0.4, teacher)}
@@ -215,7 +215,7 @@ def test_a_teacher_is_whole_on_each_rank_and_computes_forward_alone() -> None:
         assert seconds == pytest.approx(flops / DEVICES["h100"].flops / 0.4)
 
 
-def test_recomputed_layers_keep_their_input_alone() -> None:
+def test_recomputed_layers_keep_only_their_input() -> None:
     kinds = {"ffn": "swiglu", "ffn_at": {"1": MOE}}  # of which the second keeps more
     whole, ffn, block = (
         activations_of(config_of(model={**kinds, "activation_checkpointing": kept}), 4, "32-true")
@@ -383,7 +383,7 @@ def test_recomputed_activations_are_counted() -> None:
     assert ffn - none == pytest.approx(flops / DEVICES["h100"].flops / 0.4)
 
 
-def test_a_batch_that_cannot_be_divided_is_refused() -> None:
+def test_a_batch_that_cannot_be_divided_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"data\.batch_size \(4\) must be divisible by the number of ranks"
     ):

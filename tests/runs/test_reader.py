@@ -98,12 +98,12 @@ def test_unreadable_files_count_as_absent(tmp_path: Path, monkeypatch: pytest.Mo
     folder = write_run(tmp_path / "a", experts=0)
     requiring = files._require_file
 
-    def refuse(path: Path, *rest: Any) -> None:
+    def reject(path: Path, *rest: Any) -> None:
         if path.name in ("samples.jsonl", "alarms.jsonl", "facts.json"):
             raise PermissionError(13, "Permission denied")
         requiring(path, *rest)
 
-    monkeypatch.setattr(files, "_require_file", refuse)
+    monkeypatch.setattr(files, "_require_file", reject)
     run = read_run(folder)
 
     assert (run.samples, run.alarms, run.facts, run.state) == ([], [], Facts(), "finished")

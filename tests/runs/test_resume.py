@@ -126,7 +126,7 @@ def test_a_finished_run_resumes_only_to_more_steps(make_run: MakeRun) -> None:
     assert found.changes == {"trainer.max_steps": (400, 500)}
 
 
-def test_a_config_that_was_cut_short_is_refused(make_run: MakeRun) -> None:
+def test_a_config_that_was_cut_short_is_rejected(make_run: MakeRun) -> None:
     folder = make_run("cut", written=1)
     path = folder / "config.yaml"
     lines = path.read_text().splitlines(keepends=True)
@@ -222,7 +222,7 @@ def with_weights(**changed: Tensor) -> dict[str, Any]:
     return {**CHECKPOINT, "state_dict": {**kept, **changed}}
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str, bool]] = {
+REJECTED: dict[str, tuple[dict[str, Any], str, bool]] = {
     "no weights": ({"identity": IDENTITY}, "is not a checkpoint of a run", False),
     "no identity": ({**CHECKPOINT, "identity": "text"}, "is not a checkpoint of a run", False),
     "seed": (with_identity(seed=2), "was made with seed 2, but this run has 1", True),
@@ -256,8 +256,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, bool]] = {
 """Name -> checkpoint, the reason why no run is resumed from it, and whether its weights can be used."""
 
 
-@pytest.mark.parametrize(("values", "reason", "has_weights"), REFUSED.values(), ids=REFUSED)
-def test_a_checkpoint_of_something_else_is_refused(
+@pytest.mark.parametrize(("values", "reason", "has_weights"), REJECTED.values(), ids=REJECTED)
+def test_a_checkpoint_of_something_else_is_rejected(
     values: dict[str, Any], reason: str, has_weights: bool
 ) -> None:
     assert problem_of_weights(values, IDENTITY, MODEL) == reason
@@ -308,7 +308,7 @@ def resume(*argv: str) -> Finished:
     return run_here("--resume", *argv, program="moe_ffn.cli.train")
 
 
-def test_a_changed_model_is_refused_with_both_values(unfinished: Path) -> None:
+def test_a_changed_model_is_rejected_with_both_values(unfinished: Path) -> None:
     before = {path: path.read_bytes() for path in unfinished.rglob("*") if path.is_file()}
 
     done = resume(str(unfinished), "--model.d_model", "32")
@@ -331,7 +331,7 @@ def test_a_changed_model_is_refused_with_both_values(unfinished: Path) -> None:
     ],
     ids=["removed", "changed", "new"],
 )
-def test_a_corpus_that_changed_is_refused_by_the_name_of_the_file(
+def test_a_corpus_that_changed_is_rejected_by_the_name_of_the_file(
     unfinished: Path, corpus: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
 ) -> None:
     moved = Path(shutil.copytree(corpus, tmp_path / "moved"))
@@ -439,9 +439,9 @@ def test_no_run_resumes_from_its_best_weights(unfinished: Path) -> None:
     for path in (unfinished / "checkpoints").glob("step_*.ckpt"):
         path.unlink()
 
-    refused = resume(str(unfinished / "checkpoints" / "best.ckpt"))
-    assert refused.code == 2
-    assert refused.stderr.splitlines()[-1] == (
+    rejected = resume(str(unfinished / "checkpoints" / "best.ckpt"))
+    assert rejected.code == 2
+    assert rejected.stderr.splitlines()[-1] == (
         f"error: '{unfinished}/checkpoints/best.ckpt' is a file, not the folder of a run; give the folder of "
         "a run, such as runs/my-run"
     )

@@ -198,7 +198,7 @@ def test_one_seed_is_compared_by_resampled_windows() -> None:
     assert verdict.endswith("with one shared seed: no conclusion about other seeds.")
 
 
-def test_one_arm_alone_reports_the_scatter_of_its_seeds() -> None:
+def test_a_single_arm_reports_the_scatter_of_its_seeds() -> None:
     found = Comparison.of([make_result("gelu", seed, 2 + seed / 100) for seed in range(5)])
 
     assert found.verdicts == [
@@ -347,7 +347,7 @@ def test_tuning_runs_are_reported_separately() -> None:
     assert [arm.name for arm in found.arms] == ["gelu", "swiglu"]
     (table,) = found.tuning
     assert table.values == ["0.001", "0.003", "0.01"]
-    # Over seeds 0 to 2 alone, which the runs of tuning have.
+    # Over only seeds 0 to 2, which the runs of tuning have.
     assert table.losses["gelu"] == pytest.approx({"0.001": 2.4, "0.003": 2.01, "0.01": 2.3})
     assert table.verdicts == [
         "The lowest mean is at 0.003 for gelu; 0.01 for swiglu.",
@@ -520,7 +520,7 @@ def test_blocks_are_tuned_too() -> None:
     ],
     ids=["windows", "corpus", "tokenizer"],
 )
-def test_runs_of_other_data_are_refused_by_the_key(changes: dict[str, Any], message: str) -> None:
+def test_runs_of_other_data_are_rejected_by_the_key(changes: dict[str, Any], message: str) -> None:
     same = [make_result("a", 0), make_result("a", 1)]
     assert unsupported([*same, make_result("b", 0, **changes)]) == message
     tuned = make_result("b", 0, main_arm="a", tuning={"x": 1}, **changes)

@@ -32,7 +32,7 @@ def test_the_minimum_of_a_parabola_lies_in_its_interval() -> None:
 
 
 @pytest.mark.parametrize(("best", "end"), [(5e4, "the smallest size"), (5e7, "the largest size")])
-def test_a_minimum_at_the_edge_is_refused(best: float, end: str) -> None:
+def test_a_minimum_at_the_edge_is_rejected(best: float, end: str) -> None:
     sizes = [1e5, 2e5, 4e5, 8e5]
     found = fit_parabola(sizes, parabola(sizes, best))
     assert found.minimum is None
@@ -46,7 +46,7 @@ def test_three_sizes_and_four_runs_are_enough() -> None:
     assert fit_parabola(sizes, parabola(sizes, 3e5)).minimum == pytest.approx((3e5,) * 3)
 
 
-def test_a_parabola_that_opens_downwards_is_refused() -> None:
+def test_a_parabola_that_opens_downwards_is_rejected() -> None:
     found = fit_parabola([1e5, 2e5, 4e5, 8e5], [2.0, 2.1, 2.11, 2.05])
     assert found.minimum is None
     assert found.problem == "the parabola opens downwards: it has no minimum"
@@ -108,8 +108,8 @@ def test_budgets_without_a_minimum_are_named_and_left_out() -> None:
     found = fit_isoflop(flops, sizes, losses)
 
     assert [f"{budget:.0e}" for budget in found.problems] == ["1e+15", "3e+15"]
-    refused, too_few = found.problems.values()
-    assert "lies beyond the sizes tried" in refused or "downwards" in refused
+    rejected, too_few = found.problems.values()
+    assert "lies beyond the sizes tried" in rejected or "downwards" in rejected
     assert too_few.startswith("2 runs at 2 sizes cannot determine 3 parameters")
     assert minima(found) == pytest.approx([0.1 * c**0.5 for c in (1e13, 3e13, 1e14, 3e14)], rel=0.1)
 

@@ -88,7 +88,7 @@ def test_two_pairs_have_a_mean_and_the_seeds_that_they_lack() -> None:
     assert not pair.is_claimed
     # s = 0.1 / sqrt(2); of two arms, each at 0.05 / 2.
     assert pair.seeds_needed == seeds_needed(0.1 / math.sqrt(2), alpha=0.05 / 2)
-    assert found["three"] == alone, "corrected for the arms that are judged alone"
+    assert found["three"] == alone, "corrected for only the arms that are judged"
 
 
 def test_two_seeds_of_several_arms_have_the_error_of_a_block_design() -> None:
@@ -326,7 +326,7 @@ def test_no_run_is_held_out_of_too_few() -> None:
         ({"C": [1, 2, 4, 8]}, [3, 2, 1], "there are 4 values of C for 3 losses"),
     ],
 )
-def test_runs_that_cannot_be_fitted_are_refused(
+def test_runs_that_cannot_be_fitted_are_rejected(
     variables: dict[str, list[float]], losses: list[float], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
@@ -334,7 +334,7 @@ def test_runs_that_cannot_be_fitted_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_variable_that_does_not_vary_is_refused() -> None:
+def test_a_variable_that_does_not_vary_is_rejected() -> None:
     variables = {"N": [1e6, 2e6, 4e6, 8e6, 1e7, 2e7, 3e7], "E": [4] * 7}
     losses = [4, 3.5, 3.2, 3, 2.9, 2.8, 2.7]
     with pytest.raises(ConfigError, match="E is the same in all runs"):

@@ -208,7 +208,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def collapsed_decoder(router: dict[str, Any], num_layers: int = 1) -> Decoder:
-    """In each layer expert 0 starts `HEAD_START` ahead of the others for every token."""
+    """A decoder in which expert 0 of each layer starts `HEAD_START` ahead for every token."""
     torch.manual_seed(0)
     ffn = {"type": "moe", "num_experts": NUM_EXPERTS, "router": {"bias": True, **router}}
     config = {"d_model": 16, "num_layers": num_layers, "attention": {"num_heads": 2}, "ffn": ffn}

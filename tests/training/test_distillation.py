@@ -174,10 +174,10 @@ def test_a_run_learns_from_stored_answers_as_from_their_teacher(
     assert min(losses[0]) > 0.1
 
     assert run_here(*store, "--top", "3", program=EVALUATE).code == 0
-    refused = run_here("--resume", str(two.folder), "--trainer.max_steps", "8")
-    assert refused.code == 2
+    rejected = run_here("--resume", str(two.folder), "--trainer.max_steps", "8")
+    assert rejected.code == 2
     assert (
-        f"objective.distill.teacher: the answers in '{file}' have changed since" in refused.stderr
+        f"objective.distill.teacher: the answers in '{file}' have changed since" in rejected.stderr
     )
 
 
@@ -227,7 +227,7 @@ def test_an_interrupted_file_of_answers_leaves_nothing(tmp_path: Path) -> None:
         ({}, ""),
     ],
 )
-def test_answers_to_another_text_are_refused(
+def test_answers_to_another_text_are_rejected(
     options: dict[str, Any], said: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     file, usual = tmp_path / "answers.safetensors", prepare(make_config().data)
@@ -251,7 +251,7 @@ def test_answers_to_another_text_are_refused(
         (("--store-answers", "answers.bin"), "'answers.bin' must end in .safetensors"),
     ],
 )
-def test_answers_that_cannot_be_stored_are_refused(
+def test_answers_that_cannot_be_stored_are_rejected(
     options: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     file = str(tmp_path / "a.safetensors")
@@ -261,7 +261,7 @@ def test_answers_that_cannot_be_stored_are_refused(
     assert not Path(file).exists()
 
 
-def test_a_file_without_answers_is_refused(
+def test_a_file_without_answers_is_rejected(
     make_config: MakeConfig, prepared: PreparedData, tmp_path: Path
 ) -> None:
     for text, said in ((None, "is not there; write one with"), ("x", "holds no stored answers")):
@@ -325,9 +325,9 @@ def test_a_run_resumes_with_its_teacher_whose_weights_stay_out_of_the_checkpoint
 
     shutil.rmtree(teacher)
     save(tmp_path / "teacher", norm={"type": "layer_norm"})
-    refused = run_here("--resume", str(copy), "--trainer.max_steps", "8")
-    assert refused.code == 2
-    assert f"the weights in '{teacher}' have changed since '{copy}' began" in refused.stderr
+    rejected = run_here("--resume", str(copy), "--trainer.max_steps", "8")
+    assert rejected.code == 2
+    assert f"the weights in '{teacher}' have changed since '{copy}' began" in rejected.stderr
 
 
 def test_a_run_can_resume_with_another_teacher(run_train: Any, tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_model_initialised_from_its_teacher_has_zero_distillation_loss(
         ),
     ],
 )
-def test_a_teacher_that_predicts_something_else_is_refused(
+def test_a_teacher_that_predicts_something_else_is_rejected(
     saved: dict[str, Any],
     said: str,
     make_config: MakeConfig,

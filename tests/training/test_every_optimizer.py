@@ -452,11 +452,11 @@ def test_steps_of_warm_up_do_not_depend_on_the_length_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("tag", ScheduleConfig.members)
-def test_warm_up_in_steps_and_as_a_part_is_refused(tag: str) -> None:
+def test_warm_up_in_steps_and_as_a_part_is_rejected(tag: str) -> None:
     schedule = {"type": tag, "warmup_steps": 9, "warmup_fraction": 0.1}
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValidationError) as rejected:
         AdamWConfig.model_validate({"schedule": schedule})
-    assert explain(refused.value) == [
+    assert explain(rejected.value) == [
         "schedule: warmup_steps (9) and warmup_fraction (0.1) both set the length of the warm-up; leave "
         "warmup_steps null, or warmup_fraction at 0.05"
     ]

@@ -143,7 +143,7 @@ class DrawnK(Callback):
         self.of_batches.append([(r.active_N.sum() / r.num_tokens).item() for r in routings])
 
 
-def test_k_depends_on_the_seed_the_step_and_the_layer_alone(
+def test_k_depends_only_on_the_seed_the_step_and_the_layer(
     config_for: Any, run_folder: Path
 ) -> None:
     def drawn(batches: int, seed: int = 0) -> list[list[float]]:
@@ -210,7 +210,7 @@ def test_the_global_rule_counts_the_noisy_routing_of_the_step(
         assert fmean(loss for loss, _ in parts) == pytest.approx(fmean(layers), rel=1e-5)
 
 
-def test_thresholds_of_experts_move_once_per_step_in_training_alone(
+def test_thresholds_of_experts_move_once_per_step_only_in_training(
     config_for: Any, run_folder: Path
 ) -> None:
     ffn = {"type": "moe", "num_experts": 4, "router": "expert_threshold"}

@@ -111,9 +111,9 @@ def test_defaults_are_those_of_lightning() -> None:
 def test_values_that_lightning_silently_accepts_are_rejected(
     argument: str, value: object, words: str
 ) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValidationError) as rejected:
         TrainerConfig.model_validate({argument: value})
-    assert explain(refused.value) == [f"{argument}: must be {words}, got {value!r}"]
+    assert explain(rejected.value) == [f"{argument}: must be {words}, got {value!r}"]
 
 
 def test_lightning_arguments_are_passed_on() -> None:

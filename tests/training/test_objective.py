@@ -103,7 +103,7 @@ def test_ignored_targets_are_in_no_loss(logits_BSV: Tensor) -> None:
 
     found = objective(logits_BSV, targets, {}, ObjectiveConfig())
 
-    # log 2, of the first position alone
+    # log 2, only of the first position
     assert found.cross_entropy.item() == pytest.approx(0.6931472)
     assert found.balancing == {}, "of a dense model"
     assert found.total == found.cross_entropy
@@ -223,7 +223,7 @@ def test_the_z_loss_leaves_relu_layers_alone(make_routing: Any) -> None:
 
 
 def test_losses_without_a_weight_are_not_computed(make_routing: Any) -> None:
-    # load_cv2 would refuse this router.
+    # load_cv2 would reject this router.
     found = objective(
         torch.zeros(1, 1, 3), torch.tensor([[0]]), {"a": make_routing([[0]], 2)}, ObjectiveConfig()
     )

@@ -461,7 +461,7 @@ def test_only_a_run_that_was_asked_to_end_is_queued_again(
     assert calls[1:] == (["scontrol requeue 7"] if is_queued_again else [])
 
 
-def test_a_run_without_a_name_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_a_name_is_rejected(tmp_path: Path) -> None:
     code, said = submit(tmp_path)
     assert code != 0
     assert "give the name of the run, then its options" in said[0]

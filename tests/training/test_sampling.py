@@ -141,7 +141,7 @@ def test_the_prompt_of_a_run_is_cut_to_a_sequence(tmp_path: Path) -> None:
         run_prompt(given, data, 4)
 
 
-def test_a_prompt_that_does_not_fit_is_refused() -> None:
+def test_a_prompt_that_does_not_fit_is_rejected() -> None:
     assert encode_text(TOKENIZER, b"abcd", 4, "--prompt") == list(b"abcd")
     message = (
         "--prompt: has 5 tokens, but the model takes sequences of 4 (data.seq_len); "

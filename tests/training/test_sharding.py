@@ -92,7 +92,7 @@ def experts_are_sharded(rank: int, layout: Layout) -> bool:
     return isinstance(decoder.get_submodule("layers.0.ffn.experts"), FSDPModule)
 
 
-def test_experts_of_one_rank_alone_are_not_sharded_further(tmp_path: Path) -> None:
+def test_experts_of_a_single_rank_are_not_sharded_further(tmp_path: Path) -> None:
     assert on_ranks(2, tmp_path, experts_are_sharded, Layout(expert=2)) == [False] * 2
 
 
@@ -143,7 +143,7 @@ def test_sizes_must_multiply_to_the_number_of_processes() -> None:
     )
 
 
-REFUSED = """
+REJECTED = """
 {parallel: {expert: 4}, model: {ffn: {type: moe, num_experts: 6}}}
     model.ffn.num_experts (6) cannot be divided evenly among 4 ranks; change it or parallel.expert
 {parallel: {expert: 4}, model: {ffn: {type: moe, num_experts: 2}}}
@@ -164,7 +164,7 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize(("options", "sentence"), answers(REFUSED))
+@pytest.mark.parametrize(("options", "sentence"), answers(REJECTED))
 def test_weights_that_ranks_cannot_share_are_rejected(options: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as raised:
         check_layout(TrainConfig.model_validate(yaml.safe_load(options)), 4, "32-true")

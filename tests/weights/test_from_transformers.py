@@ -171,7 +171,7 @@ def test_a_block_needs_nothing_of_the_model_around_it(tmp_path: Path) -> None:
     assert load_ffn(tmp_path, 2).routers()
 
 
-# -- what is refused
+# -- what is rejected
 
 
 LENGTH = "original_max_position_embeddings"
@@ -281,7 +281,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_folder_is_refused(
+def test_a_damaged_folder_is_rejected(
     damage: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
 ) -> None:
     save("olmoe", tmp_path)

@@ -136,7 +136,7 @@ def test_differing_options_are_listed(folder: Callable[..., str]) -> None:
     ],
     ids=["width", "length", "several", "beside another type"],
 )
-def test_shapes_that_differ_are_refused(
+def test_shapes_that_differ_are_rejected(
     saved: dict[str, Any], options: dict[str, Any], message: str, folder: Callable[..., str]
 ) -> None:
     source = read_source(folder(**saved), "init_from")
@@ -144,7 +144,7 @@ def test_shapes_that_differ_are_refused(
         fit_weights(source, decoder_of(**options))
 
 
-def test_tokens_that_mean_other_text_are_refused(folder: Callable[..., str]) -> None:
+def test_tokens_that_mean_other_text_are_rejected(folder: Callable[..., str]) -> None:
     bpe = train_bpe(TEXT, 600)
     other = train_bpe([block.replace(b"the", b"oxo") for block in TEXT], 600)
     source = read_source(folder(bpe, vocab_size=bpe.vocab_size), "init_from")
@@ -181,7 +181,7 @@ NO_MODELS: list[tuple[dict[str, str] | str | None, str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), NO_MODELS)
-def test_a_folder_that_holds_no_model_is_refused(
+def test_a_folder_that_holds_no_model_is_rejected(
     given: dict[str, str] | str | None, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "saved"

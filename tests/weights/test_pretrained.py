@@ -149,7 +149,7 @@ def test_code_goes_with_it_and_is_run_where_it_is_trusted(tmp_path: Path) -> Non
     assert moe_ffn.load_pretrained(folder, trust_code=True).config.ffn.type.endswith(":Mine")
 
 
-# -- what is refused
+# -- what is rejected
 
 
 def change(folder: Path, **options: Any) -> None:
@@ -243,7 +243,7 @@ def test_a_folder_without_a_tokenizer_or_a_model_is_an_error(tmp_path: Path) -> 
         moe_ffn.load_pretrained(tmp_path / "other")
 
 
-def test_a_model_of_the_users_own_is_refused_with_the_way_to_save_it(tmp_path: Path) -> None:
+def test_a_model_of_the_users_own_is_rejected_with_the_way_to_save_it(tmp_path: Path) -> None:
     model: Any = nn.Linear(2, 2)
     with pytest.raises(
         ConfigError,

@@ -561,10 +561,10 @@ def test_experts_in_one_tensor_are_noted_and_not_packed() -> None:
     )
 
 
-# -- what is refused
+# -- what is rejected
 
 NO_EQUAL = "has no counterpart in transformers"
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "router bias": (
         {"ffn": moe(router__renormalize=True, router__bias=True)},
         f"ffn.router.bias (true) {NO_EQUAL}: mixtral, the nearest architecture, has false; train with that "
@@ -615,7 +615,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("options", "message"), REJECTED.values(), ids=REJECTED)
 def test_options_without_an_equivalent_are_rejected_before_writing(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ from moe_ffn.report.studies.markdown import markdown_row, markdown_table
 from moe_ffn.runs.config import block_of
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.differences import option_changes
 from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
 
@@ -143,10 +144,10 @@ def study_page(
         "study.md",
         study=study,
         arms=arms,
-        baseline=comparison.baseline,
         compared_with_ngrams=comparison.compared_with_ngrams,
         same=_same(compared),
         design=_design(comparison),
+        notes=comparison.notes,
         pairing=_pairing([arm.results[0] for arm in arms]),
         result=result,
         tables=map(markdown, tables(comparison)) if study.sizes else [],
@@ -193,6 +194,7 @@ def _short_verdict(comparison: Comparison) -> str:
 
 
 def _design(comparison: Comparison) -> str:
+    options = _options(comparison)
 
     def cost(arm: Arm, part: str, key: str) -> str:
         value, base = (
@@ -204,9 +206,8 @@ def _design(comparison: Comparison) -> str:
     rows = [
         [
             arm.name,
-            ", ".join(f"`{line}`" for line in arm.differs)
-            or block_of(arm.results[0].config.get("model"))
-            or NONE,
+            arm.base or NONE,
+            "<br>".join(options[arm.name]) or NONE,
             cost(arm, "ffn", "params"),
             cost(arm, "ffn", "active_params"),
             cost(arm, "ffn", "flops_per_token"),
@@ -216,8 +217,33 @@ def _design(comparison: Comparison) -> str:
         ]
         for arm in comparison.arms
     ]
-    head = "arm|what differs|FFN params|FFN active|FFN FLOPs/token|model FLOPs/token|tokens|seeds"
-    return markdown_table(head.split("|"), rows, num_texts=2)
+    head = "arm|compared with|options|FFN params|FFN active|FFN FLOPs/token|model FLOPs/token|tokens|seeds"
+    return markdown_table(head.split("|"), rows, num_texts=3)
+
+
+def _options(comparison: Comparison) -> Mapping[str, Sequence[str]]:
+    """Return the options of each arm: what it changes, and its values of what arms compared with it change.
+
+    A baseline also has its block, and its differences from the first baseline.
+    """
+    values: dict[str, dict[str, str]] = {
+        arm.name: {} if arm.base else {"model.ffn": block_of(arm.results[0].config.get("model"))}
+        for arm in comparison.arms
+    }
+    first = next(arm for arm in comparison.arms if not arm.base)
+    for arm in comparison.arms:
+        base = comparison.base_of(arm) if arm.base else first
+        for path, old, new in option_changes(base.results[0].config, arm.results[0].config):
+            values[arm.name][path] = new
+            values[base.name].setdefault(path, old)
+    blocks = {name: of_arm.pop("model.ffn", "") for name, of_arm in values.items()}
+    return {
+        name: [
+            *filter(None, [blocks[name]]),
+            *(f"`{path.removeprefix('model.ffn.')} {value}`" for path, value in of_arm.items()),
+        ]
+        for name, of_arm in values.items()
+    }
 
 
 def _pairing(runs: Sequence[RunResult]) -> str:
@@ -275,7 +301,6 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Para
     parts.append(page.image("cost", frontier(comparison), "Final loss over training FLOPs"))
     if not study.sizes:
         parts += map(markdown, tables(comparison))
-    parts += [f"Note: {note}" for note in comparison.notes]
     if len(arms) == 1 and len(arms[0].losses) > 2:
         parts.append(_detectable(list(arms[0].losses.values())))
     axis = axis_of(study)

@@ -99,10 +99,10 @@ def test_tokens_and_seconds_leave_validations_and_their_texts_out(
     assert steps.tokens_per_second == pytest.approx(768 / 20)
     batches = len(validation_batches(fitted.config.data, fitted.data))
     assert steps.validation_seconds == pytest.approx(2 * (1e3 * batches + 1e4))
-    assert steps.peak_memory_bytes > 50e6, "torch alone takes more"
+    assert steps.peak_memory_bytes > 50e6, "torch takes more by itself"
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux alone says it there")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says it there")
 def test_the_peak_memory_is_in_bytes() -> None:
     status = Path("/proc/self/status").read_text()
     (kibibytes,) = (int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line)

@@ -194,7 +194,7 @@ def test_other_ranks_models_of_both_sides_and_no_tokens_write_no_sample(log: Sam
 
 
 def test_a_resumed_run_restores_the_newest_text(log: SampleLog, tmp_path: Path) -> None:
-    """Without a later validation, that text is the sample of the results."""
+    """The restored text is the sample of the results if no validation follows."""
     validate(log, 4, 2.5)
     resumed = SampleLog(log.file.path, log.tokenizer, log.options, log.prompt, seed=7)
     resumed.load_state_dict(log.state_dict())

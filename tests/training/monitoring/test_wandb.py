@@ -113,7 +113,7 @@ def test_auto_follows_the_environment_and_empty_is_unset(
     monkeypatch.setenv("WANDB_MODE", environment)
     start(wandb)
     assert wandb.modes == modes
-    assert "WANDB_MODE" not in os.environ, "wandb itself refuses the empty string"
+    assert "WANDB_MODE" not in os.environ, "wandb itself rejects the empty string"
 
 
 def test_a_key_may_end_in_a_newline(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,7 +299,7 @@ def test_a_validation_alone_saves_the_best_and_no_step(make: Make, folder: Path)
 def test_an_early_stop_is_remembered_as_long_as_its_rule_holds(
     make: Make, folder: Path, patience: int | None, stops: bool
 ) -> None:
-    """Without the saved stop, a run killed afterwards would train further when resumed."""
+    """A run killed afterwards would train further when resumed, without the saved stop."""
     stopped: Any = make(every_n_steps=2)
     stopped.should_stop = True
     stopped.step(2)

@@ -189,7 +189,7 @@ def read_large(rank: int, path: Path) -> int:
     return peak_above(lambda: read_checkpoint(path)["state_dict"].read_into(decoder.state_dict()))
 
 
-def test_a_rank_writes_file_by_file_and_reads_its_part_alone(tmp_path: Path) -> None:
+def test_a_rank_writes_file_by_file_and_reads_only_its_part(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints/step_00000001.ckpt"
     writing = on_ranks(2, tmp_path / "before", write_large, path)
     reading = on_ranks(4, tmp_path / "now", read_large, path)

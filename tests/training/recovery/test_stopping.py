@@ -143,7 +143,7 @@ def test_the_step_is_finished_and_saved(
     assert callbacks.validation.last_step == (4 if step == 4 else -1)
 
 
-# -- which steps are taken, by their numbers alone, and the messages about skipped ones
+# -- which steps are taken, only by their numbers, and the messages about skipped ones
 
 
 def guard_after(*losses: float, **config: object) -> StepGuard:

@@ -93,7 +93,7 @@ def test_more_experts_per_token_than_experts(name: str) -> None:
     assert unsupported({"type": "moe", "router": {"type": name, "k": 9}}) == message
 
 
-REFUSED = r"""
+REJECTED = r"""
 swigl
     type: unknown 'swigl'; did you mean 'swiglu'?; known: biased, bilinear, ...
 xyz
@@ -266,7 +266,7 @@ null
 """Options as a user types them, with the answer below; `...` stands for the rest of an answer."""
 
 
-@pytest.mark.parametrize(("options", "answer"), answers(REFUSED))
+@pytest.mark.parametrize(("options", "answer"), answers(REJECTED))
 def test_impossible_options(options: str, answer: str) -> None:
     got = unsupported(yaml.safe_load(options))
     if answer.endswith("..."):
