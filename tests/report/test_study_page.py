@@ -188,7 +188,7 @@ def test_blocks_stand_side_by_side_at_each_size() -> None:
 
 def test_a_line_over_sizes_has_gaps_and_given_intervals() -> None:
     line = SizedLine("a", {1.0: [1.0], 2.0: [], 4.0: [3.0]}, margins={1.0: 0.5})
-    drawn = over_sizes([line], "size", "title").data[0]
+    drawn: Any = over_sizes([line], "size", "title").data[0]
     assert list(drawn.y) == [1, None, 3]
     assert list(drawn.error_y.array) == [0.5, 0, 0]
 
