@@ -304,32 +304,32 @@ def count_step(
     return StepTotals(pairs, tokens, num_batches * num_ranks)
 
 
-def _reason_without_noise(routers: Routers) -> str:
+def _reason_without_noise(routers: Routers) -> str | None:
     for layer, router, _ in routers:
         if not router.has_selection_probs:
             return (
                 f"counts over a router's noise, but the router of layer {layer} is '{router.type}'; use "
                 "router.type 'noisy_top_k' or objective.load_balance"
             )
-    return ""
+    return None
 
 
-def _reason_without_scores(routers: Routers) -> str:
+def _reason_without_scores(routers: Routers) -> str | None:
     for layer, router, num_experts in routers:
         if router.is_pairs_only:
             return (
                 f"needs a score for each expert, but the router '{router.type}' of layer {layer} scores only "
                 f"the chosen ones of its {num_experts} experts; use objective.load_balance"
             )
-    return ""
+    return None
 
 
-def _reason_not_poolable(routers: Routers) -> str:
+def _reason_not_poolable(routers: Routers) -> str | None:
     if reason := _reason_without_scores(routers):
         return reason
     sizes = sorted({num_experts for _, _, num_experts in routers})
     if len(sizes) < 2:
-        return ""
+        return None
     return (
         f"needs equally many experts in every layer, got {', '.join(map(str, sizes))}; use "
         "objective.load_balance"
@@ -358,8 +358,8 @@ class BalancingLoss:
     weight_set_by_rule: bool = False
     """True if a rule sets the weight at each step; otherwise the weight is an option."""
 
-    unsupported_reason: Callable[[Routers], str] = lambda _: ""
-    """Return the reason why routers cannot have this loss, with an alternative; empty if they can."""
+    unsupported_reason: Callable[[Routers], str | None] = lambda _: None
+    """Return the reason why routers cannot have this loss, with an alternative; None if they can."""
 
     note: str = ""
     """Sentence that explains the curve of the loss."""

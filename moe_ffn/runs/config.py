@@ -28,11 +28,11 @@ from moe_ffn.training.parallel.layout import ParallelConfig
 from moe_ffn.training.sampling import SampleConfig
 
 
-def folder_name_problem(name: str) -> str:
-    """Return the reason why a folder cannot have this name; an empty string if it can."""
+def folder_name_problem(name: str) -> str | None:
+    """Return the reason why a folder cannot have this name; None if it can."""
     is_name = name.isprintable() and not set("/\\") & set(name) and name not in ("", ".", "..")
     if is_name and len(name.encode()) <= 200:
-        return ""
+        return None
     return f"must be the name of one folder, up to 200 bytes, got {name!r:.60}"
 
 

@@ -67,8 +67,8 @@ class CouplingConfig(Config, frozen=True):
     noise: bool = True
     """Multiply the rows by noise, so that they represent the tokens around them."""
 
-    def unsupported_reason(self, infos: Mapping[str, RouterInfo]) -> str:
-        """Return the reason why a model with these routers cannot have the loss; empty if it can."""
+    def unsupported_reason(self, infos: Mapping[str, RouterInfo]) -> str | None:
+        """Return the reason why a model with these routers cannot have the loss; None if it can."""
         mixtures = {layer: info for layer, info in infos.items() if info.experts is not None}
         if not mixtures:
             return "couples routers with experts, but no layer has both; use model.ffn.type 'moe'"
@@ -86,7 +86,7 @@ class CouplingConfig(Config, frozen=True):
                 )
             if experts is None or not isinstance(experts.innermost, MatrixExpertsConfig):
                 return f"needs experts with hidden units, but those of layer {layer} have none"
-        return ""
+        return None
 
 
 class ObjectiveConfig(BalancingWeights, frozen=True):
