@@ -93,7 +93,7 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     """Weight of the old bias in the moving average, at each optimizer step."""
 
     def _conflict(self, layer: str, router: Any) -> str | None:
-        if not _draws_k(router):
+        if not router.draws_k:
             return None
         return (
             f"assumes one k, but the router of layer {layer} draws it (k_min, k_max); use bias_rule.type "
@@ -134,7 +134,8 @@ class GlobalQuantileRuleConfig(BiasRuleConfig, frozen=True):
     """Bins of each expert's histogram."""
 
     def _conflict(self, layer: str, router: Any) -> str | None:
-        if not (option := _other_ranking(router)):
+        option = "a k that is drawn (k_min, k_max)" if router.draws_k else router.other_ranking
+        if option is None:
             return None
         return (
             "assumes that a token chooses its k largest scores + bias, with scores between 0 and 1, but the "
@@ -196,22 +197,6 @@ def required_biases(routing: Routing, bias_E: Tensor, needed_by: str) -> Tensor 
     if num_tokens == 0 or k == num_experts:
         return None
     return (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:] - scores_TE
-
-
-def _draws_k(router: Any) -> bool:
-    return hasattr(router, "k_min")
-
-
-def _other_ranking(router: Any) -> str | None:
-    """Return the option that stops a router from choosing its k largest scores + bias; None if none does."""
-    if _draws_k(router):
-        return "a k that is drawn (k_min, k_max)"
-    if getattr(router, "score", "sigmoid") == "sqrt_softplus":
-        return "score (sqrt_softplus)"
-    if getattr(router, "select_by", "score") != "score":
-        return "select_by (logit)"
-    given = (name for name in ("groups", "num_always") if getattr(router, name, None))
-    return next(given, None)
 
 
 class SparsityRuleConfig(Config, frozen=True):
