@@ -76,7 +76,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     Returns:
         Scalar; 0 if no token is real.
     """
-    if routing.is_pairs_only:
+    if isinstance(routing, PairsOnlyRouting):
         return load_balance_from_pairs(routing)
     scores_E = sum_of_scores(routing, "load_balance")
     return load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
@@ -113,7 +113,7 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
 
     It asks for balance within every sequence. Sequences with only padding do not count.
     """
-    if routing.is_pairs_only:
+    if isinstance(routing, PairsOnlyRouting):
         return load_balance_from_pairs(routing, by_sequence=True)
     length = max(routing.sequence_length, 1)
     pairs_BE = pairs_per_sequence(routing)
@@ -147,7 +147,7 @@ def importance_cv2_loss(routing: Routing) -> Tensor:
 
     It is 0 at balance, and includes the weights of dropped pairs.
     """
-    if routing.is_pairs_only:
+    if isinstance(routing, PairsOnlyRouting):
         mean, variance = importance_from_pairs(routing)
         return variance / mean.square().clamp(min=torch.finfo(mean.dtype).tiny)
     weights_N = torch.where(routing.active_N, routing.weights_N, 0)
@@ -190,7 +190,7 @@ def router_entropy_loss(routing: Routing) -> Tensor:
 
     Without it, top-p routing uses more and more experts (Huang et al. 2024, arXiv:2403.07652, equation 6).
     """
-    if routing.is_pairs_only:
+    if isinstance(routing, PairsOnlyRouting):
         return entropy_from_pairs(routing)
     scores_TE = normalized_scores(routing, "router_entropy")
     return mean_over_tokens(token_entropy(scores_TE), routing)

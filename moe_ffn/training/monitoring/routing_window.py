@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from moe_ffn.metrics.functional import chosen_experts, idle_steps
 from moe_ffn.metrics.measures import LayerBatch, RowEnd
 from moe_ffn.metrics.table import Measured, compute, compute_row_end, measured_in, statistics_of
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import PairsOnlyRouting, Routing
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.recovery import Checkpointed
 
@@ -68,9 +68,9 @@ class RoutingByLayer(Checkpointed):
     ) -> None:
         """Add a batch. If not `counted`, only add sums of zero, so that all ranks reduce the same layers."""
         for layer, routing in routings.items():
-            statistics = self.statistics[routing.is_pairs_only]
+            statistics = self.statistics[isinstance(routing, PairsOnlyRouting)]
             if layer not in self.sums:
-                self._is_pairs_only[layer] = routing.is_pairs_only
+                self._is_pairs_only[layer] = isinstance(routing, PairsOnlyRouting)
                 zeros = {s.name: s.zeros(routing.num_experts) for s in statistics}
                 initial = zeros | self._loaded.pop(layer, {})
                 device = routing.token_indices_N.device
@@ -186,7 +186,7 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
     return {
         layer: chosen_experts(routing).cpu()
         for layer, routing in routings.items()
-        if not routing.is_pairs_only
+        if not isinstance(routing, PairsOnlyRouting)
     }
 
 
