@@ -21,6 +21,7 @@ from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.model.decoder import DecoderConfig, short_name
 from moe_ffn.model.parametrization import ParameterScale
+from moe_ffn.runs.json_files import Facts
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import MuonConfig, OptimizerConfig
@@ -150,6 +151,8 @@ class Resume:
     """Options that differ from those in the folder: dotted key -> (value before, value now)."""
     saved: TrainConfig
     """Options that the run began with, from its folder."""
+    facts: Facts
+    """Facts from the run's folder; empty if they are lost."""
 
 
 # -- a block in words

@@ -27,7 +27,6 @@ from moe_ffn.runs import assemble, custom_code
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_num_params
-from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.memory import check_fits
 from moe_ffn.runs.resume import ResumePoint, find_resume_point, rewind
 from moe_ffn.runs.texts import check_documents
@@ -54,7 +53,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
     console = Console(quiet=not is_first_rank(), highlight=False, markup=False, soft_wrap=True)
     assemble.quiet_libraries()
 
-    hardware = require_valid(config, is_new=resume is None)
+    hardware = require_valid(config, resume)
     source = None if resume else read_initial_weights(config)
 
     with explaining_custom_errors():
@@ -76,13 +75,10 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         if start.checkpoint is None:
             load_initial_weights(source or read_initial_weights(config), data, module, console)
         source = None  # frees the second copy of the weights
-        precision: str = hardware.precision
-        if resume is not None and config.trainer.precision == "auto":  # as the run began
-            precision = Facts.read(resume.folder / run_folder.FACTS_FILE).precision or precision
-        console.print(f"precision {precision}")
+        console.print(f"precision {hardware.precision}")
         run_id = start.run_id or secrets.token_hex(8)
         teacher_sha256 = announce_teacher(teacher, config, resume, console)
-        facts = assemble.run_facts(config, data, precision, run_id, teacher_sha256)
+        facts = assemble.run_facts(config, data, hardware.precision, run_id, teacher_sha256)
         files = initial_files(config, data, facts)
         folder = open_folder(config, resume, start, files)
         if resume is None:
@@ -96,7 +92,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         console.print(*layout_line, wandb_line, *code_lines, f"writing to {folder}/\n", sep="\n")
         callbacks = assemble.make_callbacks(config, data, folder, run_id)
         trainer = assemble.build_trainer(
-            config, folder, precision, loggers, callbacks, hardware.layout
+            config, folder, hardware.precision, loggers, callbacks, hardware.layout
         )
         if trainer.strategy.root_device.type == "cpu":
             compile_kernels()
@@ -192,13 +188,15 @@ def announce_teacher(
     else:
         what, sha256 = "weights", sha256_of_weights(teacher)
         size = f"{sum(p.numel() for p in teacher.parameters()):,} parameters"
-    if resume is not None and resume.saved.objective.distill == config.objective.distill:
-        before = Facts.read(resume.folder / run_folder.FACTS_FILE).teacher_sha256
-        if before not in (None, sha256):
-            raise ConfigError(
-                f"objective.distill.teacher: the {what} in '{folder}' have changed since "
-                f"'{resume.folder}' began; restore them, or give another path to change the teacher"
-            )
+    if (
+        resume is not None
+        and resume.saved.objective.distill == config.objective.distill
+        and resume.facts.teacher_sha256 not in (None, sha256)
+    ):
+        raise ConfigError(
+            f"objective.distill.teacher: the {what} in '{folder}' have changed since "
+            f"'{resume.folder}' began; restore them, or give another path to change the teacher"
+        )
     console.print(f"teacher: {folder}, {size}")
     return sha256
 
