@@ -26,7 +26,7 @@ from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderOutput
 from moe_ffn.outputs import Routing
-from moe_ffn.training.distillation import StoredAnswers
+from moe_ffn.training.distillation import DecoderTeacher, Teacher
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
     BalanceUpdater,
@@ -128,9 +128,8 @@ class LanguageModel(LightningModule):
         self.guard = StepGuard(options.guard)
         self.skipped_step: SkippedStep | None = None
         """The last optimizer step if it was skipped, otherwise None."""
-        # In a tuple, so that no checkpoint holds its weights.
-        self._teacher: tuple[Decoder, ...] = ()
-        self._answers: StoredAnswers | None = None
+        self.teacher: Teacher | None = None
+        """Teacher of `objective.distill`. It is no module, so no checkpoint holds its weights."""
         self._step_batches: list[LoadedBatch] = []
         self._step_losses: list[Tensor] = []
 
@@ -141,22 +140,13 @@ class LanguageModel(LightningModule):
         else:
             _copy_into(self.decoder, weights)
 
-    def set_teacher(self, teacher: Decoder | StoredAnswers) -> None:
-        """Set the teacher of `objective.distill`: a decoder in evaluation mode, or its stored answers."""
-        if isinstance(teacher, StoredAnswers):
-            self._answers = teacher
-        else:
-            self._teacher = (teacher,)
-
     def setup(self, stage: str) -> None:
         # Lightning converts the module only after it has read a checkpoint, which would round float64 weights
         # to float32.
         convert = self.trainer.precision_plugin.convert_module
         convert(self)
-        self._teacher = tuple(
-            cast("Decoder", convert(teacher)).to(self.trainer.strategy.root_device)
-            for teacher in self._teacher
-        )
+        if isinstance(self.teacher, DecoderTeacher):
+            convert(self.teacher.decoder).to(self.trainer.strategy.root_device)
 
     def configure_model(self) -> None:
         if self._is_configured:  # Lightning calls this hook again before `trainer.validate`
@@ -395,11 +385,10 @@ class LanguageModel(LightningModule):
     def _objective(
         self, output: DecoderOutput, input_ids: Tensor, target_ids: Tensor, batch: LoadedBatch
     ) -> Objective:
-        with torch.no_grad():
-            teacher_logits = [teacher(input_ids).logits for teacher in self._teacher]
-        answers = None
-        if self._answers is not None and "starts" in batch:
-            answers = self._answers.at(batch["starts"], input_ids.shape[1])
+        distillation = None
+        if self.teacher is not None:
+            starts, is_predicted = batch.get("starts"), target_ids != IGNORED_TARGET
+            distillation = self.teacher.loss(output.logits, input_ids, starts, is_predicted)
         return objective(
             output.logits,
             target_ids,
@@ -407,8 +396,7 @@ class LanguageModel(LightningModule):
             self.options.objective,
             sparsity_weight=self.balance_updater.sparsity_weight,
             step_totals=self._step_totals,
-            teacher_logits_BSV=next(iter(teacher_logits), None),
-            answers=answers,
+            distillation=distillation,
         )
 
     def _inputs_and_targets(self, batch: LoadedBatch) -> tuple[Tensor, Tensor]:

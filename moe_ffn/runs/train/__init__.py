@@ -1,6 +1,7 @@
 """Training of one run: `train`, which a program and `moe_ffn.train` call.
 
 run.py        from the options to the trained model
+teacher.py    the teacher of a run that learns from another model
 ending.py     the results, or why there are none
 """
 
