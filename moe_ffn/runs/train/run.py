@@ -34,7 +34,7 @@ from moe_ffn.training.sampling import run_prompt
 from moe_ffn.weights.init_from import Source, fit_weights, read_source
 
 
-def train(config: TrainConfig, resume: Resume | None = None) -> Path:
+def run_training(config: TrainConfig, resume: Resume | None = None) -> Path:
     """Validate the options, prepare the data, build and train the model, and write the results.
 
     Returns the folder of the run, on the first rank. Without a run to `resume`, a new one starts.
