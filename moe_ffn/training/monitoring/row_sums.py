@@ -190,7 +190,7 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
     }
 
 
-class RoutingWindow(Checkpointed):
+class RoutingRowSums(Checkpointed):
     """Metrics of one row: loads over all steps, token metrics over the last, which no checkpoint holds."""
 
     in_checkpoint = ("_load", "_idle_steps", "_probe", "_last_look")
@@ -211,7 +211,7 @@ class RoutingWindow(Checkpointed):
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
         expert_capacities: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Add a batch; `in_last_step` is true if it belongs to the step that ends the window."""
+        """Add a batch; `in_last_step` is true if it belongs to the step that ends the row."""
         self._load.update(routings, expert_capacities=expert_capacities)
         if in_last_step:
             self._tokens.update(routings, shared_shares=shared_shares)
@@ -219,7 +219,7 @@ class RoutingWindow(Checkpointed):
     def close(
         self, step: int, num_steps: int, module: LanguageModel | None, num_ranks: int
     ) -> ByLayer:
-        """Return the metrics of each layer over `num_steps` steps, on every rank, and begin a new window.
+        """Return the metrics of each layer over `num_steps` steps, on every rank, and begin a new row.
 
         Without a `module` there are no churn and no correction bias.
         """
