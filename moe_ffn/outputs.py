@@ -188,11 +188,6 @@ class Routing:
         return notebook_cards.card(type(self).__name__, facts, drawing)
 
     @property
-    def is_pairs_only(self) -> bool:
-        """True if the routing has no (T, E) tables, because they would be too large."""
-        return self.scores_TE is None
-
-    @property
     def num_real_tokens(self) -> Tensor:
         """int64 scalar, the number of tokens without padding."""
         if self.mask_T is None:

@@ -241,9 +241,10 @@ class PartChecks:
                 raise self.error(
                     f"its routing has {name} of shape {tuple(value.shape)}, expected {shape}"
                 )
-        if routing.logits_TE is None and not isinstance(routing, PairsOnlyRouting):
+        has_tables = routing.logits_TE is not None and routing.scores_TE is not None
+        if not (has_tables or isinstance(routing, PairsOnlyRouting)):
             missing = f"PairsOnlyRouting.logits_N, expected of shape {N}"
-            if not routing.is_pairs_only:
+            if routing.scores_TE is not None:
                 missing = f"logits_TE, its scores before any normalisation, expected of shape {TE}"
             raise self.error(f"its routing has no {missing}")
         if routing.scores_TE is not None and (routing.scores_TE < 0).any():
@@ -409,11 +410,11 @@ class PartChecks:
             routing = route(x, ids)
             if x.shape[1] == self.length:
                 self.require_routing(routing, num_experts)
-            if routing.is_pairs_only != config.is_pairs_only:
+            is_pairs_only = isinstance(routing, PairsOnlyRouting)
+            if is_pairs_only != config.is_pairs_only:
                 raise self.error(
-                    f"its routing has {'no' if routing.is_pairs_only else 'a'} table scores_TE, but its "
-                    f"config says is_pairs_only {config.is_pairs_only}; set is_pairs_only: ClassVar[bool] = "
-                    f"{routing.is_pairs_only}"
+                    f"its routing has {'no' if is_pairs_only else 'a'} table scores_TE, but its config says "
+                    f"is_pairs_only {not is_pairs_only}; set is_pairs_only: ClassVar[bool] = {is_pairs_only}"
                 )
             weights_N = routing.weights_N.masked_fill(~routing.active_N, 0)
             weights_TE = weights_N.new_zeros(routing.num_tokens, routing.num_experts)

@@ -27,7 +27,7 @@ from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.custom_parts import check_num_params
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.training.module import LanguageModel, LoadedBatch
+from moe_ffn.training.module import LanguageModel, LoadedBatch, ModuleOptions
 
 FOLDER = Path(__file__).parents[1] / "configs"
 STUDIES = sorted(FOLDER.glob("studies/*.yaml"))
@@ -129,16 +129,16 @@ def build(config: TrainConfig) -> LanguageModel:
     check_num_params(config.model.build_empty(VOCAB, SEQ_LEN))
     model = type(config.model).model_validate(narrowed(config.model.to_dict(), WIDTHS))
     torch.manual_seed(0)
-    return LanguageModel(
+    options = ModuleOptions(
         model,
         config.optimizer,
         config.objective,
         config.trainer.guard,
-        byte_lengths=torch.ones(VOCAB),
-        max_seq_len=SEQ_LEN,
-        max_steps=config.trainer.max_steps,
-        seed=config.seed,
+        SEQ_LEN,
+        config.trainer.max_steps,
+        config.seed,
     )
+    return LanguageModel(options, torch.ones(VOCAB))
 
 
 def random_batch() -> LoadedBatch:

@@ -31,14 +31,14 @@ class BiasRuleConfig(TaggedConfig, frozen=True):
         """Advice for routers that stay unbalanced: an option and its current value; None if there is none."""
         return None
 
-    def unsupported_reason(self, routers: Routers) -> str:
-        """Return the reason why the rule cannot balance routers, with an alternative; empty if it can."""
+    def unsupported_reason(self, routers: Routers) -> str | None:
+        """Return the reason why the rule cannot balance routers, with an alternative; None if it can."""
         biased = ((layer, router) for layer, router, _ in routers if router.has_correction_bias)
-        return next(filter(None, (self._conflict(*each) for each in biased)), "")
+        return next(filter(None, (self._conflict(*each) for each in biased)), None)
 
-    def _conflict(self, layer: str, router: Any) -> str:
+    def _conflict(self, layer: str, router: Any) -> str | None:
         """Return `unsupported_reason` for one router with a correction bias."""
-        return ""
+        return None
 
     @abstractmethod
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
@@ -92,9 +92,9 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     ema: float = Field(default=0.9, ge=0, lt=1)
     """Weight of the old bias in the moving average, at each optimizer step."""
 
-    def _conflict(self, layer: str, router: Any) -> str:
-        if not _draws_k(router):
-            return ""
+    def _conflict(self, layer: str, router: Any) -> str | None:
+        if not router.draws_k:
+            return None
         return (
             f"assumes one k, but the router of layer {layer} draws it (k_min, k_max); use bias_rule.type "
             "'sign'"
@@ -133,9 +133,10 @@ class GlobalQuantileRuleConfig(BiasRuleConfig, frozen=True):
     num_bins: int = Field(default=1000, ge=2, le=10**6)
     """Bins of each expert's histogram."""
 
-    def _conflict(self, layer: str, router: Any) -> str:
-        if not (option := _other_ranking(router)):
-            return ""
+    def _conflict(self, layer: str, router: Any) -> str | None:
+        option = "a k that is drawn (k_min, k_max)" if router.draws_k else router.other_ranking
+        if option is None:
+            return None
         return (
             "assumes that a token chooses its k largest scores + bias, with scores between 0 and 1, but the "
             f"router of layer {layer} has {option}; remove it, or use bias_rule.type 'sign'"
@@ -196,22 +197,6 @@ def required_biases(routing: Routing, bias_E: Tensor, needed_by: str) -> Tensor 
     if num_tokens == 0 or k == num_experts:
         return None
     return (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:] - scores_TE
-
-
-def _draws_k(router: Any) -> bool:
-    return hasattr(router, "k_min")
-
-
-def _other_ranking(router: Any) -> str:
-    """Return the option that stops a router from choosing its k largest scores + bias; empty if none."""
-    if _draws_k(router):
-        return "a k that is drawn (k_min, k_max)"
-    if getattr(router, "score", "sigmoid") == "sqrt_softplus":
-        return "score (sqrt_softplus)"
-    if getattr(router, "select_by", "score") != "score":
-        return "select_by (logit)"
-    given = (name for name in ("groups", "num_always") if getattr(router, name, None))
-    return next(given, "")
 
 
 class SparsityRuleConfig(Config, frozen=True):

@@ -76,7 +76,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     Returns:
         Scalar; 0 if no token is real.
     """
-    if routing.is_pairs_only:
+    if isinstance(routing, PairsOnlyRouting):
         return load_balance_from_pairs(routing)
     scores_E = sum_of_scores(routing, "load_balance")
     return load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
@@ -113,7 +113,7 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
 
     It asks for balance within every sequence. Sequences with only padding do not count.
     """
-    if routing.is_pairs_only:
+    if isinstance(routing, PairsOnlyRouting):
         return load_balance_from_pairs(routing, by_sequence=True)
     length = max(routing.sequence_length, 1)
     pairs_BE = pairs_per_sequence(routing)
@@ -147,7 +147,7 @@ def importance_cv2_loss(routing: Routing) -> Tensor:
 
     It is 0 at balance, and includes the weights of dropped pairs.
     """
-    if routing.is_pairs_only:
+    if isinstance(routing, PairsOnlyRouting):
         mean, variance = importance_from_pairs(routing)
         return variance / mean.square().clamp(min=torch.finfo(mean.dtype).tiny)
     weights_N = torch.where(routing.active_N, routing.weights_N, 0)
@@ -190,7 +190,7 @@ def router_entropy_loss(routing: Routing) -> Tensor:
 
     Without it, top-p routing uses more and more experts (Huang et al. 2024, arXiv:2403.07652, equation 6).
     """
-    if routing.is_pairs_only:
+    if isinstance(routing, PairsOnlyRouting):
         return entropy_from_pairs(routing)
     scores_TE = normalized_scores(routing, "router_entropy")
     return mean_over_tokens(token_entropy(scores_TE), routing)
@@ -304,32 +304,32 @@ def count_step(
     return StepTotals(pairs, tokens, num_batches * num_ranks)
 
 
-def _reason_without_noise(routers: Routers) -> str:
+def _reason_without_noise(routers: Routers) -> str | None:
     for layer, router, _ in routers:
         if not router.has_selection_probs:
             return (
                 f"counts over a router's noise, but the router of layer {layer} is '{router.type}'; use "
                 "router.type 'noisy_top_k' or objective.load_balance"
             )
-    return ""
+    return None
 
 
-def _reason_without_scores(routers: Routers) -> str:
+def _reason_without_scores(routers: Routers) -> str | None:
     for layer, router, num_experts in routers:
         if router.is_pairs_only:
             return (
                 f"needs a score for each expert, but the router '{router.type}' of layer {layer} scores only "
                 f"the chosen ones of its {num_experts} experts; use objective.load_balance"
             )
-    return ""
+    return None
 
 
-def _reason_not_poolable(routers: Routers) -> str:
+def _reason_not_poolable(routers: Routers) -> str | None:
     if reason := _reason_without_scores(routers):
         return reason
     sizes = sorted({num_experts for _, _, num_experts in routers})
     if len(sizes) < 2:
-        return ""
+        return None
     return (
         f"needs equally many experts in every layer, got {', '.join(map(str, sizes))}; use "
         "objective.load_balance"
@@ -358,8 +358,8 @@ class BalancingLoss:
     weight_set_by_rule: bool = False
     """True if a rule sets the weight at each step; otherwise the weight is an option."""
 
-    unsupported_reason: Callable[[Routers], str] = lambda _: ""
-    """Return the reason why routers cannot have this loss, with an alternative; empty if they can."""
+    unsupported_reason: Callable[[Routers], str | None] = lambda _: None
+    """Return the reason why routers cannot have this loss, with an alternative; None if they can."""
 
     note: str = ""
     """Sentence that explains the curve of the loss."""

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
             use_threads_of_a_run(sweep.num_at_once)
             return time_study(study, runs)
         share_plotly(runs[0].folder.parent)
-        return train(sweep)
+        return train_sweep(sweep)
 
 
 def _parser() -> Parser:
@@ -239,7 +239,7 @@ def share_plotly(folder: Path) -> None:
         share_script(folder)
 
 
-def train(sweep: Sweep) -> int:
+def train_sweep(sweep: Sweep) -> int:
     """Train the unfinished runs; return the exit code."""
     folder = sweep.jobs[0].run.folder.parent
     num_done = len(sweep.jobs_in("finished"))

@@ -278,8 +278,8 @@ def unreadable(path: Path | str, error: OSError) -> ConfigError:
     return ConfigError(f"data.corpus: '{path}' cannot be read ({reason(error)})")
 
 
-def _format_problem(path: Path) -> str:
-    """Return why a file with this suffix is not plain text, and the fix; empty if it may be text."""
+def _format_problem(path: Path) -> str | None:
+    """Return why a file with this suffix is not plain text, and the fix; None if it may be text."""
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
         return f"is compressed ({suffix}); unpack it first"
@@ -289,7 +289,7 @@ def _format_problem(path: Path) -> str:
             f"hf_dataset --data.corpus.path {path} --data.corpus.text_column NAME, or write their text "
             "into a .txt file"
         )
-    return ""
+    return None
 
 
 def _text_size(path: Path) -> int | None:

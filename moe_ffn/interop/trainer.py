@@ -38,10 +38,10 @@ from moe_ffn.training.monitoring.alarms import (
     advice_against,
     summarize_alarms,
 )
-from moe_ffn.training.monitoring.routing_window import (
+from moe_ffn.training.monitoring.row_sums import (
     ByLayer,
     RoutingByLayer,
-    RoutingWindow,
+    RoutingRowSums,
     num_ranks,
     routing_row,
 )
@@ -89,7 +89,7 @@ class RoutingCallback(TrainerCallback):
         """Alarms raised so far."""
         self._trainer: Trainer | None = None
         self._rules: AlarmRules | None = None
-        self._window = RoutingWindow(LoggingConfig())
+        self._window = RoutingRowSums(LoggingConfig())
         self._evaluation = RoutingByLayer("every batch", "last step", "validation")
         self._hooks = ExitStack()
         self._every = 0
@@ -128,7 +128,7 @@ class RoutingCallback(TrainerCallback):
         self._hooks.close()  # after a smaller batch size was chosen, training begins again
         self._every = self.every or int(state.logging_steps)
         self._last_row_step = state.global_step
-        self._window = RoutingWindow(LoggingConfig(alarms=self.limits))
+        self._window = RoutingRowSums(LoggingConfig(alarms=self.limits))
         self._rules = AlarmRules(self.limits, _Advice(args, model))
         self._load(state)
         try:

@@ -18,7 +18,7 @@ from moe_ffn.config.base import require_count
 from moe_ffn.metrics.measures import LayerBatch
 from moe_ffn.metrics.table import Measured, compute, measured_in, statistics_of
 from moe_ffn.metrics.table import Metric as TableMetric
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import PairsOnlyRouting, Routing
 
 
 class _RoutingMetrics(Metric):
@@ -52,7 +52,7 @@ class _RoutingMetrics(Metric):
                 f"{name} has num_experts {self.num_experts}, but the routing has {routing.num_experts}; "
                 "create one for each layer"
             )
-        if routing.is_pairs_only != self.is_pairs_only:
+        if isinstance(routing, PairsOnlyRouting) != self.is_pairs_only:
             kinds = ("PairsOnlyRouting", "a routing with (T, E) tables")
             takes, got = kinds if self.is_pairs_only else kinds[::-1]
             raise ValueError(

@@ -121,9 +121,9 @@ class ParameterScale:
 class ParametrizationConfig(TaggedConfig, frozen=True):
     """Rule that sets initial weights and learning rates from the sizes of a model."""
 
-    def unsupported_reason(self, model: DecoderConfig) -> str:
-        """Return why the rule does not cover a model, with an alternative; empty if it does."""
-        return ""
+    def unsupported_reason(self, model: DecoderConfig) -> str | None:
+        """Return why the rule does not cover a model, with an alternative; None if it does."""
+        return None
 
     @abstractmethod
     def scales(
@@ -183,7 +183,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
         """Return the number of layers relative to the base."""
         return model.num_layers / self.base.get("num_layers", model.num_layers)
 
-    def unsupported_reason(self, model: DecoderConfig) -> str:
+    def unsupported_reason(self, model: DecoderConfig) -> str | None:
         if model.norm_placement != "pre":
             return f"needs norm_placement pre, got {model.norm_placement}; use standard"
         if not isinstance(model.norm, RMSNormConfig | LayerNormConfig):
@@ -211,7 +211,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
                 f"needs a base of other sizes only, but its model has other parameters "
                 f"({', '.join(others[:2])}); list only sizes"
             )
-        return ""
+        return None
 
     def _parameters(
         self, model: DecoderConfig, base: DecoderConfig, *sizes: int

@@ -20,7 +20,7 @@ from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import PairsOnlyRouting, Routing
 from moe_ffn.report.trace import expert_names, origin, visible
 from moe_ffn.runs.reader import Run
 
@@ -105,7 +105,7 @@ def route_windows(
     for ids_BS in torch.from_numpy(windows_WS).split(max(BATCH_TOKENS // windows_WS.shape[1], 1)):
         routings = decoder(ids_BS.to(device)).routings
         for name, routing in routings.items():
-            if routing.is_pairs_only:
+            if isinstance(routing, PairsOnlyRouting):
                 continue
             if name not in assignments:
                 names = expert_names(routing, infos.get(name))

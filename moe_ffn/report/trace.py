@@ -20,7 +20,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderOutput, layer_number
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import PairsOnlyRouting, Routing
 from moe_ffn.report.html import layer_title
 from moe_ffn.training.sampling import encode_text
 
@@ -131,7 +131,7 @@ def trace_text(
 
 def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Routing]) -> None:
     """Raise a ConfigError if no routing of the model in `folder` has a score per expert."""
-    if any(not routing.is_pairs_only for routing in routings.values()):
+    if _with_all_scores(routings):
         return
     if routings:
         raise ConfigError(
@@ -178,7 +178,7 @@ def trace_of_decoder(
 
 
 def _with_all_scores(routings: Mapping[str, Routing]) -> dict[str, Routing]:
-    return {name: routing for name, routing in routings.items() if not routing.is_pairs_only}
+    return {k: r for k, r in routings.items() if not isinstance(r, PairsOnlyRouting)}
 
 
 def trace_of(

@@ -36,6 +36,8 @@ class RouterConfig(TaggedConfig, frozen=True):
     """True if, in evaluation, a token's experts depend only on the token and its id."""
     is_pairs_only: ClassVar[bool] = False
     """True if the router returns a `PairsOnlyRouting`, without (T, E) tables."""
+    draws_k: ClassVar[bool] = False
+    """True if each step of training draws k, between the options `k_min` and `k_max`."""
 
     def unsupported(self, use_case: UseCase) -> Unsupported | None:
         """Return why this router cannot serve a use case; None if it can. See `lookahead_reason`."""
@@ -60,6 +62,11 @@ class RouterConfig(TaggedConfig, frozen=True):
     def has_correction_bias(self) -> bool:
         """True if the router has a bias that `objective.bias_rule` moves: the option `correction_bias`."""
         return getattr(self, "correction_bias", False)
+
+    @property
+    def other_ranking(self) -> str | None:
+        """Option with which a token's experts are not its k largest scores + bias, of scores from 0 to 1."""
+        return None
 
     def check_num_experts(self, num_experts: int) -> None:
         """Raise ValueError if the router cannot serve `num_experts` experts."""

@@ -35,6 +35,7 @@ class ElasticTopKRouterConfig(TopKOptionsConfig, frozen=True):
     """Maximum of the experts per token in training."""
 
     counts: ClassVar[tuple[str, ...]] = ("k", "k_min", "k_max")
+    draws_k: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _check_range(self) -> ElasticTopKRouterConfig:

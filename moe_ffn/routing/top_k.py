@@ -144,6 +144,12 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     def fixed_by(self) -> str | None:
         return None if self.token_table is None else "token_table"
 
+    @property
+    def other_ranking(self) -> str | None:
+        if self.select_by == "logit":
+            return "select_by (logit)"
+        return next((option for option in ("groups", "num_always") if getattr(self, option)), None)
+
     def experts_per_token(self, num_experts: int) -> float:
         return self.k + self.num_always
 
@@ -199,6 +205,10 @@ class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
     correction_bias: bool = True
     """Select by score + bias and weight by the score alone; `objective.bias_rule` moves the bias
     towards balance (Wang et al. 2024, arXiv:2408.15664)."""
+
+    @property
+    def other_ranking(self) -> str | None:
+        return super().other_ranking if self.score == "sigmoid" else "score (sqrt_softplus)"
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return SigmoidTopKRouter(self, d_model, num_experts)

@@ -28,7 +28,7 @@ from moe_ffn.runs.folder import (
 )
 from moe_ffn.runs.identity import RUN_ID, checkpoint_identity, tokenizer_sha256
 from moe_ffn.training.data_module import TokenData
-from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.module import LanguageModel, ModuleOptions
 from moe_ffn.training.monitoring.alarms import Advice, AlarmRules
 from moe_ffn.training.monitoring.callbacks import (
     ProfileReport,
@@ -73,18 +73,17 @@ def build_module(
     config: TrainConfig, data: PreparedData, layout: Layout = SINGLE_PROCESS
 ) -> LanguageModel:
     """Return the model for ranks of this layout, with new weights that depend on torch's global seed."""
-    return LanguageModel(
+    options = ModuleOptions(
         config.model,
         config.optimizer,
         config.objective,
         config.trainer.guard,
-        byte_lengths=torch.tensor(data.tokenizer.byte_lengths),
-        max_seq_len=config.data.seq_len,
-        max_steps=config.trainer.max_steps,
-        seed=config.seed,
-        layout=layout,
-        compiles=config.trainer.compile,
+        config.data.seq_len,
+        config.trainer.max_steps,
+        config.seed,
+        config.trainer.compile,
     )
+    return LanguageModel(options, torch.tensor(data.tokenizer.byte_lengths), layout)
 
 
 def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:

@@ -21,6 +21,7 @@ from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.model.decoder import DecoderConfig, short_name
 from moe_ffn.model.parametrization import ParameterScale
+from moe_ffn.runs.json_files import Facts
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import MuonConfig, OptimizerConfig
@@ -28,11 +29,11 @@ from moe_ffn.training.parallel.layout import ParallelConfig
 from moe_ffn.training.sampling import SampleConfig
 
 
-def folder_name_problem(name: str) -> str:
-    """Return the reason why a folder cannot have this name; an empty string if it can."""
+def folder_name_problem(name: str) -> str | None:
+    """Return the reason why a folder cannot have this name; None if it can."""
     is_name = name.isprintable() and not set("/\\") & set(name) and name not in ("", ".", "..")
     if is_name and len(name.encode()) <= 200:
-        return ""
+        return None
     return f"must be the name of one folder, up to 200 bytes, got {name!r:.60}"
 
 
@@ -150,6 +151,8 @@ class Resume:
     """Options that differ from those in the folder: dotted key -> (value before, value now)."""
     saved: TrainConfig
     """Options that the run began with, from its folder."""
+    facts: Facts
+    """Facts from the run's folder; empty if they are lost."""
 
 
 # -- a block in words

@@ -14,7 +14,8 @@ from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_code import comparable_options
-from moe_ffn.runs.folder import REPORT_FILE, is_finished
+from moe_ffn.runs.folder import FACTS_FILE, REPORT_FILE, is_finished
+from moe_ffn.runs.json_files import Facts
 
 RUN_ID = "run_id"
 """Key of the run's id in checkpoints and in `facts.json`."""
@@ -67,7 +68,7 @@ def resume_with(config: TrainConfig, own: TrainConfig, folder: Path, *, is_named
             "a new run"
         )
     changes = differences(comparable_options(own), comparable_options(config))
-    return Resume(folder, config, changes, own)
+    return Resume(folder, config, changes, own, Facts.read(folder / FACTS_FILE))
 
 
 def _without_changeable(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -213,11 +213,11 @@ def activations_of(
     return Activations(outside, by_layer, recomputed)
 
 
-_LOGITS_OF_DISTILLATION = 4
+_LOGITS_OF_DISTILLATION = 3
 """Number of float32 tensors of the size of the logits that `distillation_loss` adds to the peak of a step.
 
-It holds six, including the teacher's logits; at the peak without it, the gradient of the cross-entropy
-holds two."""
+It holds five, after the teacher's logits are freed; at the peak without it, the gradient of the
+cross-entropy holds two."""
 
 
 def _saved_bytes(

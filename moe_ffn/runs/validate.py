@@ -15,9 +15,10 @@ from moe_ffn.config.environment import check_number_of_processes, is_first_rank
 from moe_ffn.config.errors import ConfigError, UseCase, first_line
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.data.batches import require_equal_shares
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_custom_parts
 from moe_ffn.runs.folder import check_run_folder
+from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.memory import check_fits
 from moe_ffn.training.config import resolve_precision
 from moe_ffn.training.parallel.layout import SHARDED_PRECISIONS, Layout
@@ -36,14 +37,14 @@ class Hardware:
     """Division of the model among the ranks."""
 
 
-def require_valid(config: TrainConfig, *, is_new: bool = True) -> Hardware:
+def require_valid(config: TrainConfig, resume: Resume | None = None) -> Hardware:
     """Return the hardware of a run, or raise all mistakes in its config as one ConfigError."""
     _raise_together(
-        *([partial(check_run_folder, config)] if is_new and is_first_rank() else []),
+        *([partial(check_run_folder, config)] if resume is None and is_first_rank() else []),
         partial(_check_sizes, config),
         partial(_check_launcher, config),
     )
-    hardware = find_hardware(config)
+    hardware = find_hardware(config, Facts() if resume is None else resume.facts)
     _raise_together(
         partial(require_equal_shares, config.data.batch_size, hardware.layout.num_ranks),
         partial(_check_precision, hardware),
@@ -67,8 +68,8 @@ def _raise_together(*checks: Callable[[], object]) -> None:
         raise ConfigError("\n".join(map(str, mistakes)))
 
 
-def find_hardware(config: TrainConfig) -> Hardware:
-    """Return the hardware that Lightning selects for the options of the Trainer.
+def find_hardware(config: TrainConfig, facts: Facts) -> Hardware:
+    """Return the hardware that Lightning selects; with precision `auto`, a resumed run keeps that of `facts`.
 
     Raises ConfigError if Lightning rejects the options, or the launcher started another number of processes.
     """
@@ -85,7 +86,8 @@ def find_hardware(config: TrainConfig) -> Hardware:
         ) from error
     check_number_of_processes(trainer.num_devices, trainer.num_nodes)
     device, num_ranks = trainer.strategy.root_device, trainer.world_size
-    precision = resolve_precision(config.trainer.precision, device.type)
+    began_in = facts.precision if config.trainer.precision == "auto" else None
+    precision = resolve_precision(began_in or config.trainer.precision, device.type)
     return Hardware(device, precision, _layout_of(config, num_ranks))
 
 

@@ -59,7 +59,7 @@ class UnreadableRunError(ConfigError):
     """The options of a run cannot be read; the other runs are still trained."""
 
 
-def is_finished(config: TrainConfig) -> bool:
+def is_run_finished(config: TrainConfig) -> bool:
     """Return True if the run with these options is finished.
 
     Raises ConfigError if its folder holds a finished run with other options, or with options that cannot be
@@ -143,7 +143,7 @@ class Job:
     def update_state(self) -> None:
         """Set `state` to `finished` if the run is finished; ConfigError if the folder holds another run."""
         try:
-            if is_finished(self.run.config):
+            if is_run_finished(self.run.config):
                 self.state = "finished"
         except UnreadableRunError as error:
             self.fail(str(error))

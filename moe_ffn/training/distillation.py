@@ -25,6 +25,7 @@ from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.files import kind_of, replacing
+from moe_ffn.model.decoder import Decoder
 
 ANSWERS_SUFFIX = ".safetensors"
 """Suffix of a file of stored answers; a teacher without it is a folder."""
@@ -68,6 +69,22 @@ def distillation_loss(
 
     ours, theirs = log_probs(logits_BSV), log_probs(teacher_logits_BSV.detach())
     return temperature**2 * (theirs.exp() * (theirs - ours)).sum(-1).mean()
+
+
+@dataclass(frozen=True)
+class DecoderTeacher:
+    """A trained decoder in evaluation mode."""
+
+    decoder: Decoder
+    temperature: float = 1.0
+
+    def loss(
+        self, logits_BSV: Tensor, ids_BS: Tensor, starts_B: Tensor | None, predicted_BS: Tensor
+    ) -> Tensor:
+        """Return the `distillation_loss` of a student's logits for these input ids."""
+        with torch.no_grad():
+            theirs_BSV = self.decoder(ids_BS).logits
+        return distillation_loss(logits_BSV, theirs_BSV, predicted_BS, self.temperature)
 
 
 # -- stored answers
@@ -195,9 +212,21 @@ class StoredAnswers:
                     f"not {now[key][:12]}); store them again with the --data options of this run"
                 )
 
+    def loss(
+        self, logits_BSV: Tensor, ids_BS: Tensor, starts_B: Tensor | None, predicted_BS: Tensor
+    ) -> Tensor:
+        """Return the `stored_distillation_loss` of a student's logits; `starts_B` is as in `LoadedBatch`."""
+        assert starts_B is not None
+        answers = self.at(starts_B, ids_BS.shape[1])
+        return stored_distillation_loss(logits_BSV, answers, predicted_BS)
+
     def at(self, starts_B: Tensor, seq_len: int) -> Answers:
         """Return the answers (B, S, N) for windows of `seq_len` tokens, on the device of `starts_B`."""
         windows = starts_B.cpu().numpy()[:, None] + np.arange(seq_len)
         return Answers(
             *(torch.from_numpy(rows[windows]).to(starts_B.device) for rows in self._rows)
         )
+
+
+Teacher = DecoderTeacher | StoredAnswers
+"""Predictions from which a run learns in addition to its text."""

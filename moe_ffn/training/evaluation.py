@@ -22,7 +22,7 @@ from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.distillation import Answers
-from moe_ffn.training.monitoring.routing_window import RoutingByLayer
+from moe_ffn.training.monitoring.row_sums import RoutingByLayer
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, token_losses
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, NotRequired, TypedDict, cast
@@ -25,7 +26,7 @@ from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderLayer, DecoderOutput
 from moe_ffn.outputs import Routing
-from moe_ffn.training.distillation import StoredAnswers
+from moe_ffn.training.distillation import DecoderTeacher, Teacher
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
     BalanceUpdater,
@@ -75,6 +76,21 @@ class TrainStepOutput(RoutedOutput):
     objective: Objective
 
 
+@dataclass(frozen=True)
+class ModuleOptions:
+    """Options of a run that its `LanguageModel` uses."""
+
+    model: DecoderConfig
+    optimizer: OptimizerConfig
+    objective: ObjectiveConfig
+    guard: GuardConfig
+    max_seq_len: int
+    max_steps: int
+    seed: int
+    """Seed of all random numbers inside a step, such as dropout."""
+    compiles: bool = False
+
+
 class LanguageModel(LightningModule):
     """Predicts next tokens, or masked tokens. Callbacks log the outputs of its steps."""
 
@@ -83,29 +99,18 @@ class LanguageModel(LightningModule):
     """Function that returns the batch of the run with an index; `TokenData` sets it."""
 
     def __init__(
-        self,
-        model: DecoderConfig,
-        optimizer: OptimizerConfig,
-        objective: ObjectiveConfig,
-        guard: GuardConfig,
-        *,
-        byte_lengths: Tensor,
-        max_seq_len: int,
-        max_steps: int,
-        seed: int,
-        layout: Layout = SINGLE_PROCESS,
-        compiles: bool = False,
+        self, options: ModuleOptions, byte_lengths: Tensor, layout: Layout = SINGLE_PROCESS
     ) -> None:
         """Build a decoder with weights drawn from torch's global generator.
 
-        `byte_lengths` (V,) are the bytes of text of each token. `seed` determines all random numbers inside a
-        step, such as dropout. A sharded decoder is on the meta device until `configure_model`.
+        `byte_lengths` (V,) are the bytes of text of each token. A sharded decoder is on the meta device until
+        `configure_model`.
         """
         super().__init__()
-        text_sizes = len(byte_lengths), max_seq_len
+        self.options = options
+        model, text_sizes = options.model, (len(byte_lengths), options.max_seq_len)
         self._build = partial(model.build, *text_sizes)
         self._layout = layout
-        self._compiles = compiles
         self._is_configured = False
         self._initial_weights: Mapping[str, Tensor] = {}
         self._generator_state = torch.get_rng_state()
@@ -113,39 +118,20 @@ class LanguageModel(LightningModule):
         self.decoder: Decoder = (
             model.build_empty(*text_sizes) if layout.is_sharded else model.build(*text_sizes)
         )
-        self.optimizer_config = optimizer
-        self.objective_config = objective
-        self.max_steps = max_steps
-        self.seed = seed
         self.register_buffer("byte_lengths", byte_lengths, persistent=False)
-        self.balance_updater = BalanceUpdater(objective)
+        self.balance_updater = BalanceUpdater(options.objective)
         self._step_totals: StepTotals | None = None
         self.validation_metrics = LanguageMetrics()
         self.gradient_norm = torch.zeros(())
         self.coupling: Tensor | None = None
         """Coupling loss of the last step; None without one."""
-        self.guard = StepGuard(guard)
+        self.guard = StepGuard(options.guard)
         self.skipped_step: SkippedStep | None = None
         """The last optimizer step if it was skipped, otherwise None."""
-        # In a tuple, so that no checkpoint holds its weights.
-        self._teacher: tuple[Decoder, ...] = ()
-        self._answers: StoredAnswers | None = None
+        self.teacher: Teacher | None = None
+        """Teacher of `objective.distill`. It is no module, so no checkpoint holds its weights."""
         self._step_batches: list[LoadedBatch] = []
         self._step_losses: list[Tensor] = []
-        # Plain values only, so that the checkpoint loads with weights_only=True.
-        self.save_hyperparameters(
-            {
-                "model": model.to_dict(),
-                "optimizer": optimizer.to_dict(),
-                "objective": objective.to_dict(),
-                "guard": guard.to_dict(),
-                "vocab_size": len(byte_lengths),
-                "max_seq_len": max_seq_len,
-                "max_steps": max_steps,
-                "seed": seed,
-            },
-            logger=False,
-        )
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
         """Replace initial weights by these (name -> whole tensor), in `configure_model` if sharded."""
@@ -154,22 +140,13 @@ class LanguageModel(LightningModule):
         else:
             _copy_into(self.decoder, weights)
 
-    def set_teacher(self, teacher: Decoder | StoredAnswers) -> None:
-        """Set the teacher of `objective.distill`: a decoder in evaluation mode, or its stored answers."""
-        if isinstance(teacher, StoredAnswers):
-            self._answers = teacher
-        else:
-            self._teacher = (teacher,)
-
     def setup(self, stage: str) -> None:
         # Lightning converts the module only after it has read a checkpoint, which would round float64 weights
         # to float32.
         convert = self.trainer.precision_plugin.convert_module
         convert(self)
-        self._teacher = tuple(
-            cast("Decoder", convert(teacher)).to(self.trainer.strategy.root_device)
-            for teacher in self._teacher
-        )
+        if isinstance(self.teacher, DecoderTeacher):
+            convert(self.teacher.decoder).to(self.trainer.strategy.root_device)
 
     def configure_model(self) -> None:
         if self._is_configured:  # Lightning calls this hook again before `trainer.validate`
@@ -184,7 +161,7 @@ class LanguageModel(LightningModule):
                 torch.set_default_dtype(self._default_dtype)
                 self.decoder = self._build_sharded()
             torch.set_default_dtype(dtype)
-        if self._compiles:
+        if self.options.compiles:
             self.decoder.compile()
 
     def _build_sharded(self) -> Decoder:
@@ -239,7 +216,7 @@ class LanguageModel(LightningModule):
         input_ids, target_ids = self._inputs_and_targets(batch)
         output = self.decoder(input_ids)
         routings = {layer: routing.detach() for layer, routing in output.routings.items()}
-        if needs_step_totals(self.objective_config) and not self._counts_ahead:
+        if needs_step_totals(self.options.objective) and not self._counts_ahead:
             self._step_totals = count_step([routings], self._sum_over_ranks, self._num_ranks)
         losses = self._objective(output, input_ids, target_ids, batch)
         self.balance_updater.observe(routings, self.decoder.routers())
@@ -268,7 +245,7 @@ class LanguageModel(LightningModule):
             self.decoder,
             batch["input_ids"],
             batch["target_ids"],
-            self.objective_config.masked_fraction,
+            self.options.objective.masked_fraction,
             batch["index"],
         )
         counted_BS = targets_BS != IGNORED_TARGET
@@ -297,8 +274,8 @@ class LanguageModel(LightningModule):
         self.zero_grad(set_to_none=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        if (config := self.objective_config.coupling) is not None:
-            seed = _seed_of(self.seed, self.trainer.global_step, spawn_key=(1,))
+        if (config := self.options.objective.coupling) is not None:
+            seed = _seed_of(self.options.seed, self.trainer.global_step, spawn_key=(1,))
             self.coupling = add_coupling_gradient(self.decoder, config, seed)
         norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
         self.gradient_norm = norm.detach()
@@ -382,11 +359,11 @@ class LanguageModel(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.guard.load_state_dict(checkpoint["guard"])
-        replace_options(checkpoint, self.decoder, self.optimizer_config, self.max_steps)
+        replace_options(checkpoint, self.decoder, self.options.optimizer, self.options.max_steps)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.optimizer_config.build(self.decoder)
-        schedule = build_schedule(optimizer, self.optimizer_config, self.max_steps)
+        optimizer = self.options.optimizer.build(self.decoder)
+        schedule = build_schedule(optimizer, self.options.optimizer, self.options.max_steps)
         scheduler: Any = {"scheduler": schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
@@ -399,39 +376,37 @@ class LanguageModel(LightningModule):
     def _seed_batch(self, index: int) -> None:
         # Random numbers depend only on the batch and the rank, so that a resumed run equals an uninterrupted
         # run to the bit, without generator states in the checkpoint.
-        torch.manual_seed(_seed_of(self.seed, index, self.global_rank))
+        torch.manual_seed(_seed_of(self.options.seed, index, self.global_rank))
         step = index // self._batches_per_step
-        generator = torch.Generator().manual_seed(_seed_of(self.seed, step, spawn_key=(0,)))
+        generator = torch.Generator().manual_seed(_seed_of(self.options.seed, step, spawn_key=(0,)))
         for router in self.decoder.routers().values():
             router.begin_step(generator)
 
     def _objective(
         self, output: DecoderOutput, input_ids: Tensor, target_ids: Tensor, batch: LoadedBatch
     ) -> Objective:
-        with torch.no_grad():
-            teacher_logits = [teacher(input_ids).logits for teacher in self._teacher]
-        answers = None
-        if self._answers is not None and "starts" in batch:
-            answers = self._answers.at(batch["starts"], input_ids.shape[1])
+        distillation = None
+        if self.teacher is not None:
+            starts, is_predicted = batch.get("starts"), target_ids != IGNORED_TARGET
+            distillation = self.teacher.loss(output.logits, input_ids, starts, is_predicted)
         return objective(
             output.logits,
             target_ids,
             output.routings,
-            self.objective_config,
+            self.options.objective,
             sparsity_weight=self.balance_updater.sparsity_weight,
             step_totals=self._step_totals,
-            teacher_logits_BSV=next(iter(teacher_logits), None),
-            answers=answers,
+            distillation=distillation,
         )
 
     def _inputs_and_targets(self, batch: LoadedBatch) -> tuple[Tensor, Tensor]:
-        fraction = self.objective_config.masked_fraction
+        fraction = self.options.objective.masked_fraction
         return inputs_and_targets(self.decoder, batch["input_ids"], batch["target_ids"], fraction)
 
     @property
     def _counts_ahead(self) -> bool:
         """True if a balancing loss needs the counts of later batches of the step."""
-        return needs_step_totals(self.objective_config) and self._batches_per_step > 1
+        return needs_step_totals(self.options.objective) and self._batches_per_step > 1
 
     @property
     def _batches_per_step(self) -> int:

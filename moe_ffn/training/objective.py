@@ -37,12 +37,7 @@ from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import Routing, SparsityTargetRouting
 from moe_ffn.routing import LinearRouterConfig
 from moe_ffn.routing.base import LinearRouter, Router
-from moe_ffn.training.distillation import (
-    Answers,
-    DistillConfig,
-    distillation_loss,
-    stored_distillation_loss,
-)
+from moe_ffn.training.distillation import DistillConfig
 
 IGNORED_TARGET = -100
 """Target of positions that do not contribute to a loss, such as padding."""
@@ -67,8 +62,8 @@ class CouplingConfig(Config, frozen=True):
     noise: bool = True
     """Multiply the rows by noise, so that they represent the tokens around them."""
 
-    def unsupported_reason(self, infos: Mapping[str, RouterInfo]) -> str:
-        """Return the reason why a model with these routers cannot have the loss; empty if it can."""
+    def unsupported_reason(self, infos: Mapping[str, RouterInfo]) -> str | None:
+        """Return the reason why a model with these routers cannot have the loss; None if it can."""
         mixtures = {layer: info for layer, info in infos.items() if info.experts is not None}
         if not mixtures:
             return "couples routers with experts, but no layer has both; use model.ffn.type 'moe'"
@@ -86,7 +81,7 @@ class CouplingConfig(Config, frozen=True):
                 )
             if experts is None or not isinstance(experts.innermost, MatrixExpertsConfig):
                 return f"needs experts with hidden units, but those of layer {layer} have none"
-        return ""
+        return None
 
 
 class ObjectiveConfig(BalancingWeights, frozen=True):
@@ -157,27 +152,19 @@ def objective(
     *,
     sparsity_weight: Tensor | None = None,
     step_totals: StepTotals | None = None,
-    teacher_logits_BSV: Tensor | None = None,
-    answers: Answers | None = None,
+    distillation: Tensor | None = None,
 ) -> Objective:
     """Return the cross-entropy, or its average with a distillation loss, plus weighted balancing losses.
 
     A loss of weight 0 is computed only if it is `logged_at_zero_weight`. `sparsity_weight`, of
     `relu_sparsity`, comes from `BalanceUpdater`; None: the initial weight. Without `step_totals` this batch
-    is the whole step. The teacher of `weights.distill` gives its logits or stored `answers`, (B, S).
+    is the whole step. The teacher of `weights.distill` computes `distillation`.
     """
     cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
     if sparsity_weight is None:
         sparsity_weight = cross_entropy.new_tensor(weights.sparsity_rule.initial_weight)
     balancing: dict[str, Tensor] = {}
-    total, distillation = cross_entropy, None
-    is_predicted_BS = target_ids_BS != IGNORED_TARGET
-    if answers is not None:
-        distillation = stored_distillation_loss(logits_BSV, answers, is_predicted_BS)
-    elif weights.distill is not None and teacher_logits_BSV is not None:
-        distillation = distillation_loss(
-            logits_BSV, teacher_logits_BSV, is_predicted_BS, weights.distill.temperature
-        )
+    total = cross_entropy
     if weights.distill is not None and distillation is not None:
         total = torch.lerp(cross_entropy, distillation, weights.distill.weight)
     for name, loss in BALANCING_LOSSES.items():

@@ -97,8 +97,8 @@ class LlamaCpp:
     converter_eps: float | None = None
     """The only `norm.eps` that the converter of llama.cpp writes; None: it writes the model's."""
 
-    def problem(self, options: Options) -> str:
-        """Return the requirements of llama.cpp that these options do not meet; empty if they meet all."""
+    def problem(self, options: Options) -> str | None:
+        """Return the first requirement of llama.cpp that these options do not meet; None if they meet all."""
         block = "sparse.experts" if options["sparse_layers"] else "dense"
         dense = options["num_layers"] - len(options["sparse_layers"])
         heads = options["attention.num_heads"] * options["attention.head_dim"]
@@ -141,7 +141,7 @@ class LlamaCpp:
                 and any(options[f"positions.scaling.{key}"] != v for key, v in YARN_IN_GGUF.items())
             ),
         }
-        return next((problem for problem, applies in problems.items() if applies), "")
+        return next((problem for problem, applies in problems.items() if applies), None)
 
 
 def renamed(hf_key: str, key: str, fallback: Any = None) -> OptionMapping:

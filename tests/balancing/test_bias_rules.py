@@ -19,7 +19,7 @@ from moe_ffn.balancing.bias_rules import (
 from moe_ffn.balancing.losses import pairs_per_expert, relu_sparsity_loss
 from moe_ffn.metrics.functional import max_violation
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing import ReLURouterConfig, SigmoidTopKRouterConfig
+from moe_ffn.routing import ReLURouterConfig, RouterConfig, SigmoidTopKRouterConfig
 from tests.helpers import every_router
 
 # A sum of a few float32 numbers of the order of 1e-3.
@@ -259,6 +259,29 @@ def test_scores_beyond_the_range_move_the_bias_further_at_each_step() -> None:
     for _ in range(4):
         bias = step(rule, bias, routing)
     assert (bias[1] - bias[0]).item() == pytest.approx(3, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"score": "sqrt_softplus"}, "has score (sqrt_softplus)"),
+        ({"select_by": "logit"}, "has select_by (logit)"),
+        ({"groups": {"num_groups": 4, "keep": 2}}, "has groups"),
+        ({"num_always": 1}, "has num_always"),
+        ({"num_always": 1, "correction_bias": False}, None),
+        (
+            {"type": "elastic_top_k", "correction_bias": True},
+            "has a k that is drawn (k_min, k_max)",
+        ),
+    ],
+)
+def test_the_global_quantile_needs_the_k_largest_biased_scores(
+    options: dict[str, Any], reason: str | None
+) -> None:
+    router = RouterConfig.model_validate({"type": "sigmoid_top_k", **options})
+    got = GlobalQuantileRuleConfig().unsupported_reason([("0", router, 8)])
+    assert got is None if reason is None else f"router of layer 0 {reason}; remove it" in str(got)
 
 
 # ------------------------------------------------------------------------------- all rules

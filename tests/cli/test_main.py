@@ -18,6 +18,7 @@ from moe_ffn.cli.exit import LOGGER, exit_on_bad_input
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import install
 from moe_ffn.runs.config import Resume, TrainConfig
+from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.train import DEFAULT_TIME, describe_run
 
 ROOT = Path(__file__).parents[2]
@@ -285,7 +286,7 @@ def test_an_answer_waits_for_no_slow_library(answers: dict[str, Any], line: str)
 
 def test_a_resumed_run_has_less_to_do_than_the_default_run() -> None:
     config = TrainConfig()
-    line = describe_run(config, Resume(Path("runs/mine"), config, {}, config))
+    line = describe_run(config, Resume(Path("runs/mine"), config, {}, config, Facts()))
     assert line == PLAN.strip().replace("training", "resuming runs/mine").replace(
         DEFAULT_TIME, "the first steps show the time left"
     )

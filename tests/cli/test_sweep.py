@@ -167,7 +167,7 @@ def test_numbers_are_short_in_thousands() -> None:
 @pytest.fixture
 def _untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program writes its study, and trains nothing."""
-    monkeypatch.setattr(sweep, "train", lambda sweep: 0)
+    monkeypatch.setattr(sweep, "train_sweep", lambda sweep: 0)
 
 
 @pytest.mark.usefixtures("_untrained")

@@ -22,6 +22,7 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.kernels import memory
 from moe_ffn.metrics import ListMetrics, LoadMetrics
+from moe_ffn.outputs import PairsOnlyRouting
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import check_layout
 
@@ -115,7 +116,7 @@ def test_output_and_every_gradient_are_those_of_all_keys(
     for t, (_, ids) in enumerate(rows):
         if mask.flatten()[t]:
             assert listed[t].flatten().tolist() == ids
-    assert output.routing.is_pairs_only
+    assert isinstance(output.routing, PairsOnlyRouting)
 
 
 @every_form

@@ -147,7 +147,7 @@ def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
         for expert, weight in pairs:
             token[expert] = token.get(expert, 0) + weight
         # The heads of a query may choose the same one.
-        assert routing.is_pairs_only or len(token) == len(pairs), "an expert is listed twice"
+        assert isinstance(routing, PairsOnlyRouting) or len(token) == len(pairs), "listed twice"
         found.append(token)
     return found
 

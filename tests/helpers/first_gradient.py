@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from moe_ffn.data.prepare import prepare
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.train.run import read_teacher
+from moe_ffn.runs.train.teacher import read_teacher
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.parallel.layout import SINGLE_PROCESS, Layout
 from moe_ffn.training.parallel.sharding import full_tensor
@@ -55,8 +55,7 @@ def fit(
     torch.manual_seed(config.seed)
     module = build_module(config, data, layout)
     module.start_from(weights or {})
-    if teacher := read_teacher(config, data):
-        module.set_teacher(teacher)
+    module.teacher = read_teacher(config, data)
     callbacks = make_callbacks(config, data, folder)
     trainer: Any = build_trainer(config, folder, precision, [], callbacks, layout)
     trainer.callbacks += more

@@ -35,7 +35,7 @@ from moe_ffn.interop import RoutingCallback, swap_ffn, watch
 from moe_ffn.metrics import CoactivationMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.outputs import Routing
 from moe_ffn.runs.rows import flat
-from moe_ffn.training.monitoring.routing_window import LoggedRow, routing_row
+from moe_ffn.training.monitoring.row_sums import LoggedRow, routing_row
 from tests.helpers.transformers_models import SIZES, model_of
 
 NUM_EXPERTS = 4

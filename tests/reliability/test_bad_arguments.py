@@ -37,7 +37,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(*_: Any, **__: Any) -> None:
         raise AssertionError("was accepted")
 
-    monkeypatch.setattr("moe_ffn.cli.sweep.train", train)
+    monkeypatch.setattr("moe_ffn.cli.sweep.train_sweep", train)
 
 
 def check_answer(program: str, *argv: str, named: str | None) -> Finished:

@@ -24,7 +24,7 @@ from moe_ffn.report.dashboard import build_workspace, to_json
 from moe_ffn.report.page import report_html
 from moe_ffn.report.run_summary import duration
 from moe_ffn.runs.reader import read_runs
-from moe_ffn.training.monitoring.routing_window import RoutingByLayer, routing_row
+from moe_ffn.training.monitoring.row_sums import RoutingByLayer, routing_row
 from tests.helpers.synthetic_run import (
     Written,
     age,

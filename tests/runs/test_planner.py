@@ -31,6 +31,7 @@ from moe_ffn.runs.planner import (
     layouts,
     plan_layouts,
 )
+from moe_ffn.training.distillation import DecoderTeacher
 from moe_ffn.training.objective import ObjectiveConfig, cross_entropy_of, objective
 from moe_ffn.training.parallel.layout import Layout
 from moe_ffn.weights.pretrained import save_pretrained
@@ -194,9 +195,8 @@ def test_the_activations_of_a_teacher_are_those_of_a_real_step() -> None:
     tracker.track_external(decoder, teacher, ids_BS)
     with patch("moe_ffn.kernels.cpu.is_dispatch_mode_on", lambda: False), tracker:
         output = decoder(ids_BS)
-        with torch.no_grad():
-            theirs = teacher(ids_BS).logits
-        loss = objective(output.logits, ids_BS, {}, weights, teacher_logits_BSV=theirs)
+        theirs = DecoderTeacher(teacher).loss(output.logits, ids_BS, None, ids_BS >= 0)
+        loss = objective(output.logits, ids_BS, {}, weights, distillation=theirs)
         torch.autograd.grad(loss.total, output.logits)
     assert planned == pytest.approx(tracked(tracker), rel=0.05)
 

@@ -23,6 +23,7 @@ from moe_ffn.data.split import Documents
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.folder import saved_config
 from moe_ffn.runs.identity import checkpoint_identity
+from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.resume import ResumePoint, first_usable, problem_of_weights, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
@@ -376,7 +377,7 @@ def test_damaged_lines_of_a_log_are_reported_and_left_out(
     for name, text in files.items():
         (folder / name).write_text(text)
 
-    rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), ResumePoint(4), files)
+    rewind(Resume(folder, TrainConfig(), {}, TrainConfig(), Facts()), ResumePoint(4), files)
 
     assert capsys.readouterr().err.splitlines() == [
         f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are removed"
@@ -400,7 +401,7 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     JsonLines(folder / "resumes.jsonl").add([{"step": 0}])
     start = ResumePoint(8, folder / "checkpoints" / step_name(8), validated_step=4)
 
-    rewind(Resume(folder, TrainConfig(), {}, TrainConfig()), start, {"facts.json": FACTS})
+    rewind(Resume(folder, TrainConfig(), {}, TrainConfig(), Facts()), start, {"facts.json": FACTS})
 
     rows = read_lines(folder / "metrics.jsonl", Row)
     assert [(row.step, row.is_validation) for row in rows] == [(4, False), (4, True), (8, False)]
@@ -428,7 +429,11 @@ def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
     config = TrainConfig(seed=3)
     fresh = json.dumps({**config.to_dict(), "precision": "bf16-mixed"})
 
-    rewind(Resume(folder, config, {"seed": (0, 3)}, config), ResumePoint(), {"facts.json": fresh})
+    rewind(
+        Resume(folder, config, {"seed": (0, 3)}, config, Facts()),
+        ResumePoint(),
+        {"facts.json": fresh},
+    )
 
     facts = json.loads((folder / "facts.json").read_text())
     assert (facts["seed"], facts["precision"]) == (3, "32-true")

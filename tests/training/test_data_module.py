@@ -15,7 +15,7 @@ from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
 from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.training.data_module import FILLER, TokenData, TrainLoader, ValidationLoader
-from moe_ffn.training.module import LanguageModel, LoadedBatch
+from moe_ffn.training.module import LanguageModel, LoadedBatch, ModuleOptions
 from moe_ffn.training.objective import IGNORED_TARGET, mask_tokens
 from tests.helpers.fitted import MakeConfig
 
@@ -184,16 +184,16 @@ def test_the_mask_has_its_own_embedding_and_no_logit() -> None:
 @pytest.fixture
 def masked_module(make_config: MakeConfig) -> LanguageModel:
     config = make_config(model={"causal": False, "ffn": "dense"})
-    return LanguageModel(
+    options = ModuleOptions(
         config.model,
         config.optimizer,
         config.objective,
         config.trainer.guard,
-        byte_lengths=torch.ones(11),
         max_seq_len=16,
         max_steps=4,
         seed=0,
     )
+    return LanguageModel(options, torch.ones(11))
 
 
 def test_validation_masks_the_same_tokens_every_time(masked_module: Any) -> None:

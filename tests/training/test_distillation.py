@@ -23,7 +23,7 @@ from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
-from moe_ffn.runs.train.run import read_teacher
+from moe_ffn.runs.train.teacher import read_teacher
 from moe_ffn.training.distillation import (
     Answers,
     StoredAnswers,
@@ -95,7 +95,8 @@ def test_the_objective_averages_text_and_teacher_and_gives_the_teacher_no_gradie
     ours, theirs = logits(1).requires_grad_(), logits(0).requires_grad_()
     weights = ObjectiveConfig.model_validate({"distill": {"teacher": "any", "weight": 0.25}})
 
-    found = objective(ours, TARGETS, {}, weights, teacher_logits_BSV=theirs)
+    loss = distillation_loss(ours, theirs, TARGETS != IGNORED_TARGET)
+    found = objective(ours, TARGETS, {}, weights, distillation=loss)
     found.total.backward()
 
     assert found.distillation is not None

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from moe_ffn.config.errors import ConfigError, explain
 from moe_ffn.runs.assemble import make_token_data
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.config import Resume, TrainConfig
+from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.validate import LAUNCHER_VARIABLES, require_valid
 from moe_ffn.training.config import TrainerConfig
 from tests.helpers.fitted import OWN_BLOCK, Fit, Fitted
@@ -141,3 +142,20 @@ def test_num_nodes_is_accepted_under_a_launcher(
 
     monkeypatch.setenv(variable, "2")
     require_valid(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "began_in", "expected"),
+    [
+        ("auto", "bf16-mixed", "bf16-mixed"),
+        ("auto", None, "32-true"),
+        ("64-true", "32-true", "64-true"),
+    ],
+)
+def test_a_resumed_run_keeps_its_precision_unless_another_one_is_given(
+    given: str, began_in: Any, expected: str
+) -> None:
+    options = {"trainer": {"precision": given, "accelerator": "cpu"}}
+    config = TrainConfig.model_validate(options)
+    resume = Resume(Path("runs/mine"), config, {}, config, Facts(precision=began_in))
+    assert require_valid(config, resume).precision == expected

@@ -25,7 +25,7 @@ from moe_ffn.interop.routings import is_experts
 from moe_ffn.interop.transformers import implementation_of, weights_of
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.metrics.functional import chosen_experts
-from moe_ffn.outputs import Plan, Routing, dtype_name
+from moe_ffn.outputs import PairsOnlyRouting, Plan, Routing, dtype_name
 
 MAX_TOKENS = 256
 """Maximum number of tokens whose experts a check computes again, to stay quick."""
@@ -117,7 +117,7 @@ def check_precision(layer: SparseLayer, calls: RecordedCalls) -> Iterator[Findin
 def _chosen(output: Any) -> Tensor | None:
     """Return the chosen experts, bool (T, E), of our routing or of the tuple of a router of transformers."""
     if isinstance(output, Routing):
-        return None if output.is_pairs_only else chosen_experts(output)
+        return None if isinstance(output, PairsOnlyRouting) else chosen_experts(output)
     tensors = [value for value in output if isinstance(value, Tensor)]
     ids = next((value for value in tensors if not value.is_floating_point()), None)
     if ids is None or ids is tensors[0] or ids.ndim != 2:  # masks, as in NLLB-MoE

@@ -1,6 +1,7 @@
 """Training of one run: `train`, which a program and `moe_ffn.train` call.
 
 run.py        from the options to the trained model
+teacher.py    the teacher of a run that learns from another model
 ending.py     the results, or why there are none
 """
 
@@ -62,15 +63,15 @@ def train(options: Mapping[str, Any] | str | Path) -> Run:
 
 
 def start(config: TrainConfig, resume: Resume | None) -> Path:
-    """Check the environment and the config, import Lightning, and train; see `run.train`."""
+    """Check the environment and the config, import Lightning, and train; see `run_training`."""
     # Before the import of Lightning, which reads the same variables.
     check_environment(config.trainer.num_nodes)
     with explaining_custom_errors():
         log.info("%s", describe_run(config, resume))
     announce_import("lightning")
-    from moe_ffn.runs.train import run
+    from moe_ffn.runs.train.run import run_training
 
-    return run.train(config, resume)
+    return run_training(config, resume)
 
 
 def describe_run(config: TrainConfig, resume: Resume | None = None) -> str:

@@ -13,34 +13,28 @@ import torch
 from rich.console import Console
 
 from moe_ffn.config.environment import is_first_rank
-from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.config.import_path import explaining_custom_errors
-from moe_ffn.config.option_tree import show_value
 from moe_ffn.config.trust import trust
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.kernels.memory import keep_freed_memory
 from moe_ffn.kernels.native.build import compile_kernels
-from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.tables import describe_data, model_table
 from moe_ffn.runs import assemble, custom_code
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_num_params
-from moe_ffn.runs.json_files import Facts
-from moe_ffn.runs.memory import check_fits
 from moe_ffn.runs.resume import ResumePoint, find_resume_point, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.runs.train.ending import TrainingRun, explaining_early_end, finish
+from moe_ffn.runs.train.teacher import announce_teacher, read_teacher
 from moe_ffn.runs.validate import require_valid
-from moe_ffn.training.distillation import DistillConfig, StoredAnswers
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.recovery.guard import nonfinite_name
 from moe_ffn.training.sampling import run_prompt
-from moe_ffn.weights.init_from import Source, fit_weights, read_source, sha256_of_weights
+from moe_ffn.weights.init_from import Source, fit_weights, read_source
 
 
-def train(config: TrainConfig, resume: Resume | None = None) -> Path:
+def run_training(config: TrainConfig, resume: Resume | None = None) -> Path:
     """Validate the options, prepare the data, build and train the model, and write the results.
 
     Returns the folder of the run, on the first rank. Without a run to `resume`, a new one starts.
@@ -54,7 +48,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
     console = Console(quiet=not is_first_rank(), highlight=False, markup=False, soft_wrap=True)
     assemble.quiet_libraries()
 
-    hardware = require_valid(config, is_new=resume is None)
+    hardware = require_valid(config, resume)
     source = None if resume else read_initial_weights(config)
 
     with explaining_custom_errors():
@@ -64,7 +58,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         torch.manual_seed(config.seed)
         module = assemble.build_module(config, data, hardware.layout)
         check_num_params(module.decoder)
-    give_teacher(teacher, module, config)
+    module.teacher = teacher
     console.print(model_table(config, data.tokenizer.vocab_size), soft_wrap=False)
     console.print(*config.notes(), f"\n{describe_data(data)}", sep="\n")
 
@@ -76,13 +70,10 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         if start.checkpoint is None:
             load_initial_weights(source or read_initial_weights(config), data, module, console)
         source = None  # frees the second copy of the weights
-        precision: str = hardware.precision
-        if resume is not None and config.trainer.precision == "auto":  # as the run began
-            precision = Facts.read(resume.folder / run_folder.FACTS_FILE).precision or precision
-        console.print(f"precision {precision}")
+        console.print(f"precision {hardware.precision}")
         run_id = start.run_id or secrets.token_hex(8)
         teacher_sha256 = announce_teacher(teacher, config, resume, console)
-        facts = assemble.run_facts(config, data, precision, run_id, teacher_sha256)
+        facts = assemble.run_facts(config, data, hardware.precision, run_id, teacher_sha256)
         files = initial_files(config, data, facts)
         folder = open_folder(config, resume, start, files)
         if resume is None:
@@ -96,7 +87,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         console.print(*layout_line, wandb_line, *code_lines, f"writing to {folder}/\n", sep="\n")
         callbacks = assemble.make_callbacks(config, data, folder, run_id)
         trainer = assemble.build_trainer(
-            config, folder, precision, loggers, callbacks, hardware.layout
+            config, folder, hardware.precision, loggers, callbacks, hardware.layout
         )
         if trainer.strategy.root_device.type == "cpu":
             compile_kernels()
@@ -111,96 +102,6 @@ def train(config: TrainConfig, resume: Resume | None = None) -> Path:
         if is_first_rank():
             finish(run)
     return folder
-
-
-def read_answers(config: TrainConfig, data: PreparedData, distill: DistillConfig) -> StoredAnswers:
-    """Open the stored answers of a teacher.
-
-    Raises ConfigError if they were stored for another text or tokenizer, the run predicts masked tokens, or
-    the temperature is not 1.
-    """
-    option = "objective.distill.teacher"
-    answers = StoredAnswers(expand_path(distill.teacher, option), option)
-    if not config.model.causal:
-        raise ConfigError(
-            f"{option}: '{answers.path}' predicts next tokens, but model.causal is false, so this run "
-            "predicts masked ones; use the folder of a teacher like the run"
-        )
-    if distill.temperature != 1:
-        raise ConfigError(
-            f"objective.distill.temperature ({distill.temperature:g}) must be 1 for '{answers.path}', which "
-            "lacks the logits; set it to 1, or use the folder of the teacher"
-        )
-    answers.require_text(data.tokenizer, data.train)
-    return answers
-
-
-def read_teacher(config: TrainConfig, data: PreparedData) -> Decoder | StoredAnswers | None:
-    """Read the teacher of `objective.distill`; None if there is none.
-
-    Raises ConfigError if its tokenizer, `causal` or length does not fit the run, or a weight is not finite.
-    """
-    if config.objective.distill is None:
-        return None
-    if config.objective.distill.is_stored:
-        return read_answers(config, data, config.objective.distill)
-    source = read_source(config.objective.distill.teacher, "objective.distill.teacher")
-    source.require_same_tokens(data.tokenizer)
-    teacher = source.decoder
-    ours, theirs = config.model.causal, teacher.config.causal
-    if ours != theirs:
-        raise ConfigError(
-            f"{source.option}: '{source.folder}' has model.causal {show_value(theirs)} and this run has "
-            f"{show_value(ours)}, so they predict other tokens; use a teacher like the run"
-        )
-    if config.data.seq_len > teacher.max_seq_len:
-        raise ConfigError(
-            f"{source.option}: '{source.folder}' reads up to {teacher.max_seq_len} tokens, fewer than "
-            f"data.seq_len ({config.data.seq_len}); lower data.seq_len, or use another teacher"
-        )
-    if (name := nonfinite_name(teacher.state_dict())) is not None:
-        raise ConfigError(
-            f"{source.option}: '{source.folder}' has NaN or infinity in {name}; use another teacher"
-        )
-    return teacher
-
-
-def give_teacher(
-    teacher: Decoder | StoredAnswers | None, module: LanguageModel, config: TrainConfig
-) -> None:
-    """Give the model its teacher, if there is one; raise ConfigError if memory cannot hold both."""
-    if isinstance(teacher, Decoder):
-        weights = teacher.state_dict().values()
-        check_fits(config, sum(w.numel() * w.element_size() for w in weights))
-    if teacher is not None:
-        module.set_teacher(teacher)
-
-
-def announce_teacher(
-    teacher: Decoder | StoredAnswers | None,
-    config: TrainConfig,
-    resume: Resume | None,
-    console: Console,
-) -> str | None:
-    """Print a teacher's folder and size, and return its hash; ConfigError if it has changed since."""
-    if teacher is None or config.objective.distill is None:
-        return None
-    folder = config.objective.distill.teacher
-    if isinstance(teacher, StoredAnswers):
-        what, sha256 = "answers", teacher.sha256
-        size = f"the {teacher.top} likeliest tokens at {teacher.num_positions:,} positions"
-    else:
-        what, sha256 = "weights", sha256_of_weights(teacher)
-        size = f"{sum(p.numel() for p in teacher.parameters()):,} parameters"
-    if resume is not None and resume.saved.objective.distill == config.objective.distill:
-        before = Facts.read(resume.folder / run_folder.FACTS_FILE).teacher_sha256
-        if before not in (None, sha256):
-            raise ConfigError(
-                f"objective.distill.teacher: the {what} in '{folder}' have changed since "
-                f"'{resume.folder}' began; restore them, or give another path to change the teacher"
-            )
-    console.print(f"teacher: {folder}, {size}")
-    return sha256
 
 
 def read_initial_weights(config: TrainConfig) -> Source | None:

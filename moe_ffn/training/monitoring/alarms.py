@@ -37,7 +37,7 @@ ROWS_OF_MEDIAN = 10
 """Number of earlier rows whose median loss a row's loss is compared with."""
 
 RoutingValues = Mapping[str, Tensor]
-"""Metrics of one layer from a `RoutingWindow`."""
+"""Metrics of one layer from a `RoutingRowSums`."""
 
 _Problem = tuple[AlarmKind, str | None]
 """Kind of alarm, and layer."""
@@ -219,7 +219,7 @@ class AlarmRules(Checkpointed):
         limits = self.config
         if broken := int(values["nonfinite_tokens"]):
             yield "nonfinite_logits", f"{broken} tokens reached the router with NaN or infinity"
-        # If training ended early, the window has no token metrics.
+        # If training ended early, the row has no token metrics.
         largest = values["logit_max"].item() if "logit_max" in values else 0
         if largest > (limit := limits.router_logit):
             yield "exploding_logits", f"a router logit of {largest:.3g} (limit {limit:g})"

@@ -29,11 +29,11 @@ from moe_ffn.training.monitoring.alarms import AlarmRules
 from moe_ffn.training.monitoring.hardware import peak_memory
 from moe_ffn.training.monitoring.json_lines import STEP_KEY, STEP_SECONDS, TRAIN_SECONDS, JsonLines
 from moe_ffn.training.monitoring.loggers import AlarmLog
-from moe_ffn.training.monitoring.routing_window import (
+from moe_ffn.training.monitoring.row_sums import (
     ByLayer,
     LoggedRow,
     RoutingByLayer,
-    RoutingWindow,
+    RoutingRowSums,
     all_gather_scalar,
     gather_by_index,
     routing_row,
@@ -89,8 +89,8 @@ class StepLogger(Checkpointed, Callback):
         """Seconds of validations, including their samples and the checkpoint before them."""
         self.peak_memory_bytes = 0
         """Maximum of `peak_memory`, including the part of the run before a resume."""
-        self._routing = RoutingWindow(config)
-        self._window = _LossWindow()
+        self._routing = RoutingRowSums(config)
+        self._window = _LossRowSums()
         self._clock = 0.0
         self._learning_rate = 0.0
         self.last_row_step = 0
@@ -204,11 +204,11 @@ class StepLogger(Checkpointed, Callback):
             self.alarm_log.report(alarms, trainer.loggers)
         self.last_row = row
         self.last_row_step = step
-        self._window = _LossWindow()
+        self._window = _LossRowSums()
 
 
 @dataclass
-class _LossWindow(Checkpointed):
+class _LossRowSums(Checkpointed):
     """Sums over the steps since the last row; losses of skipped steps are left out."""
 
     in_checkpoint = ("num_batches", "num_skipped", "tokens", "seconds", "step_seconds")

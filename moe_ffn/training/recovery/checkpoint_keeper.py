@@ -175,7 +175,6 @@ class CheckpointKeeper(Checkpointed, Callback):
     def _save_weights(self, trainer: Trainer, validation_loss: float, path: Path) -> None:
         values = {
             "state_dict": trainer.strategy.lightning_module_state_dict(),
-            "hyper_parameters": dict(trainer.lightning_module.hparams),
             IDENTITY: self.identity,
             "global_step": trainer.global_step,
             "validation_loss": validation_loss,

@@ -18,10 +18,10 @@ from torch import Tensor
 from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.runs.assemble import build_module, make_callbacks, make_token_data
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
-from moe_ffn.training.monitoring import callbacks, routing_window
+from moe_ffn.training.monitoring import callbacks, row_sums
 from moe_ffn.training.monitoring.callbacks import SampleLog
 from moe_ffn.training.monitoring.hardware import peak_memory
-from moe_ffn.training.monitoring.routing_window import RoutingWindow, routing_row
+from moe_ffn.training.monitoring.row_sums import RoutingRowSums, routing_row
 from moe_ffn.training.objective import Objective
 from tests.helpers.fitted import Fault, Fit, Fitted, MakeConfig
 
@@ -63,7 +63,7 @@ class Clock(Callback):
         for place, method, seconds in (
             (LanguageModel, "validation_step", 1e3),
             (SampleLog, "on_validation_end", 1e4),
-            (RoutingWindow, "close", 0.5),  # reading the values waits for the device
+            (RoutingRowSums, "close", 0.5),  # reading the values waits for the device
         ):
             monkeypatch.setattr(place, method, self._slow(getattr(place, method), seconds))
 
@@ -130,7 +130,7 @@ def test_tokens_of_all_ranks_are_counted(
 
 def test_a_row_resumed_on_two_ranks_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = torch.tensor([[0.1, 0.7], [0.3, 1.9]]), torch.tensor([[1.1, 0.01], [0.6, 0.3]])
-    unbroken, first, second = ([callbacks._LossWindow() for _ in range(2)] for _ in range(3))
+    unbroken, first, second = ([callbacks._LossRowSums() for _ in range(2)] for _ in range(3))
     for rank in range(2):
         add_step(unbroken[rank], before[:, rank])
         add_step(first[rank], before[:, rank])
@@ -146,7 +146,7 @@ def test_a_row_resumed_on_two_ranks_is_exact(monkeypatch: pytest.MonkeyPatch) ->
             get_rank=lambda rank=rank: rank,
             all_gather=all_gather,
         )
-        monkeypatch.setattr(routing_window, "distributed", fake)
+        monkeypatch.setattr(row_sums, "distributed", fake)
         second[rank].load_state_dict(first[rank].state_dict())
         add_step(second[rank], after[:, rank])
         add_step(unbroken[rank], after[:, rank])
@@ -158,7 +158,7 @@ def test_a_row_resumed_on_two_ranks_is_exact(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(resumed, expected), name
 
 
-def add_step(window: callbacks._LossWindow, losses: Tensor) -> None:
+def add_step(window: callbacks._LossRowSums, losses: Tensor) -> None:
     """An optimizer step of so many batches, each of which has one number."""
     for loss in losses:
         objective = Objective(loss, loss, {})

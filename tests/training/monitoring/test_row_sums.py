@@ -16,10 +16,10 @@ from moe_ffn.metrics.table import LAYER_METRICS, Metric
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
-from moe_ffn.training.monitoring import routing_window
-from moe_ffn.training.monitoring.routing_window import (
+from moe_ffn.training.monitoring import row_sums
+from moe_ffn.training.monitoring.row_sums import (
     RoutingByLayer,
-    RoutingWindow,
+    RoutingRowSums,
     all_gather_scalar,
     probe,
     scalar_of_this_rank,
@@ -61,7 +61,7 @@ def reroute(module: LanguageModel) -> None:
 
 
 def test_churn_is_of_the_tokens_of_batch_0_since_the_last_look(module: LanguageModel) -> None:
-    window = RoutingWindow(LoggingConfig.model_validate({"churn_every_n_steps": 10}))
+    window = RoutingRowSums(LoggingConfig.model_validate({"churn_every_n_steps": 10}))
     first = values_of(module, window, 10)
     assert "churn" not in first["layer_00"], "the first look has nothing to compare with"
     same = values_of(module, window, 20)
@@ -151,7 +151,7 @@ def test_tokens_are_measured_in_the_last_step_and_load_in_all(fit: Fit) -> None:
 
 
 def test_a_window_that_ends_early_has_no_values_of_tokens(module: LanguageModel) -> None:
-    window = RoutingWindow(LoggingConfig())
+    window = RoutingRowSums(LoggingConfig())
     assert "entropy" in values_of(module, window, 10)["layer_00"]
     assert module.batch_at is not None
     window.update(module.decoder(module.batch_at(0)["input_ids"]).routings, in_last_step=False)
@@ -163,14 +163,14 @@ def test_a_window_that_ends_early_has_no_values_of_tokens(module: LanguageModel)
 # -- dead experts, biases, ranks
 
 
-def values_of(module: LanguageModel, window: RoutingWindow, step: int, ranks: int = 1) -> Any:
+def values_of(module: LanguageModel, window: RoutingRowSums, step: int, ranks: int = 1) -> Any:
     assert module.batch_at is not None
     window.update(module.decoder(module.batch_at(0)["input_ids"]).routings, in_last_step=True)
     return window.close(step, 10, module, ranks)
 
 
 def test_an_expert_is_dead_after_enough_steps_without_a_token(module: LanguageModel) -> None:
-    window = RoutingWindow(LoggingConfig.model_validate({"alarms": {"after_steps": 20}}))
+    window = RoutingRowSums(LoggingConfig.model_validate({"alarms": {"after_steps": 20}}))
     router = module.decoder.get_parameter("layers.1.ffn.router.projection.weight")
     alive = router.detach().clone()
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_an_expert_is_dead_after_enough_steps_without_a_token(module: LanguageMo
 
 def test_a_resumed_window_remembers_earlier_steps(module: LanguageModel) -> None:
     config = LoggingConfig.model_validate({"alarms": {"after_steps": 20}})
-    first, second = RoutingWindow(config), RoutingWindow(config)
+    first, second = RoutingRowSums(config), RoutingRowSums(config)
     with torch.no_grad():
         module.decoder.get_parameter("layers.1.ffn.router.projection.weight").zero_()
     values_of(module, first, 10)
@@ -201,7 +201,7 @@ def test_a_resumed_window_remembers_earlier_steps(module: LanguageModel) -> None
 def test_a_resumed_window_keeps_its_load_and_probe(module: LanguageModel) -> None:
     """Half of its pairs are of before; and the next look is due when it was."""
     config = LoggingConfig.model_validate({"churn_every_n_steps": 20})
-    first, second = RoutingWindow(config), RoutingWindow(config)
+    first, second = RoutingRowSums(config), RoutingRowSums(config)
     values_of(module, first, 10)  # the first look
     assert module.batch_at is not None
     before = module.decoder(module.batch_at(0)["input_ids"]).routings
@@ -226,8 +226,8 @@ def test_the_spread_of_a_bias_and_the_imbalance_of_ranks(
     assert isinstance(bias_E, Tensor)
     bias_E.copy_(torch.tensor([0.0, 0.2, -0.3, 0.1]))
 
-    alone = values_of(other, RoutingWindow(LoggingConfig()), 10)["layer_00"]
-    two = values_of(module, RoutingWindow(LoggingConfig()), 10, ranks=2)["layer_00"]
+    alone = values_of(other, RoutingRowSums(LoggingConfig()), 10)["layer_00"]
+    two = values_of(module, RoutingRowSums(LoggingConfig()), 10, ranks=2)["layer_00"]
 
     assert alone["bias_spread"].item() == pytest.approx(0.5)
     assert "rank_max_violation" not in alone
@@ -239,7 +239,7 @@ def test_the_spread_of_a_bias_and_the_imbalance_of_ranks(
 def test_experts_without_a_network_are_on_no_rank(build: Build) -> None:
     found = values_of(
         build(MOE | {"zero_computation": {"num_zero": 4}}),
-        RoutingWindow(LoggingConfig()),
+        RoutingRowSums(LoggingConfig()),
         10,
         ranks=2,
     )["layer_00"]
@@ -272,7 +272,7 @@ def rank_of_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         all_gather=all_gather,
         ReduceOp=ReduceOp,
     )
-    monkeypatch.setattr(routing_window, "distributed", fake)
+    monkeypatch.setattr(row_sums, "distributed", fake)
 
 
 @pytest.fixture
@@ -316,13 +316,13 @@ def test_two_ranks_with_the_same_batch_measure_the_same_as_one_and_exchange_once
     expected = plain(one.close())
     rank_of_two(monkeypatch, rank=0)
     exchanged: list[Any] = []
-    reduce = routing_window.distributed.all_reduce
+    reduce = row_sums.distributed.all_reduce
 
     def all_reduce(value: Tensor, operation: Any) -> None:
         exchanged.append(operation)
         reduce(value, operation)
 
-    monkeypatch.setattr(routing_window.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(row_sums.distributed, "all_reduce", all_reduce)
 
     assert plain(two.close()) == expected
     assert expected["layer_00"]["load"] == [0.75, 0.25]

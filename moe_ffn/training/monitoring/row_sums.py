@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from moe_ffn.metrics.functional import chosen_experts, idle_steps
 from moe_ffn.metrics.measures import LayerBatch, RowEnd
 from moe_ffn.metrics.table import Measured, compute, compute_row_end, measured_in, statistics_of
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import PairsOnlyRouting, Routing
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.recovery import Checkpointed
 
@@ -68,9 +68,9 @@ class RoutingByLayer(Checkpointed):
     ) -> None:
         """Add a batch. If not `counted`, only add sums of zero, so that all ranks reduce the same layers."""
         for layer, routing in routings.items():
-            statistics = self.statistics[routing.is_pairs_only]
+            statistics = self.statistics[isinstance(routing, PairsOnlyRouting)]
             if layer not in self.sums:
-                self._is_pairs_only[layer] = routing.is_pairs_only
+                self._is_pairs_only[layer] = isinstance(routing, PairsOnlyRouting)
                 zeros = {s.name: s.zeros(routing.num_experts) for s in statistics}
                 initial = zeros | self._loaded.pop(layer, {})
                 device = routing.token_indices_N.device
@@ -186,11 +186,11 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
     return {
         layer: chosen_experts(routing).cpu()
         for layer, routing in routings.items()
-        if not routing.is_pairs_only
+        if not isinstance(routing, PairsOnlyRouting)
     }
 
 
-class RoutingWindow(Checkpointed):
+class RoutingRowSums(Checkpointed):
     """Metrics of one row: loads over all steps, token metrics over the last, which no checkpoint holds."""
 
     in_checkpoint = ("_load", "_idle_steps", "_probe", "_last_look")
@@ -211,7 +211,7 @@ class RoutingWindow(Checkpointed):
         shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
         expert_capacities: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Add a batch; `in_last_step` is true if it belongs to the step that ends the window."""
+        """Add a batch; `in_last_step` is true if it belongs to the step that ends the row."""
         self._load.update(routings, expert_capacities=expert_capacities)
         if in_last_step:
             self._tokens.update(routings, shared_shares=shared_shares)
@@ -219,7 +219,7 @@ class RoutingWindow(Checkpointed):
     def close(
         self, step: int, num_steps: int, module: LanguageModel | None, num_ranks: int
     ) -> ByLayer:
-        """Return the metrics of each layer over `num_steps` steps, on every rank, and begin a new window.
+        """Return the metrics of each layer over `num_steps` steps, on every rank, and begin a new row.
 
         Without a `module` there are no churn and no correction bias.
         """
