@@ -20,6 +20,7 @@ from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
 from moe_ffn.config.errors import ConfigError, explaining, first_line, printable, show
+from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.option_tree import differences
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
@@ -389,13 +390,6 @@ class Sweep:
                 process.send_signal(signal.SIGINT)
             for process in processes:
                 process.wait()
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds as `40 s`, `12 min` or `3.5 h`."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def write_study(study: StudyConfig, folder: Path) -> None:

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, explaining
+from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.yaml_files import to_yaml, validate
 from moe_ffn.data.prepare import prepare
 from moe_ffn.files import write_atomically
@@ -32,7 +33,7 @@ from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import RunResult
 from moe_ffn.studies.statistics import mean_interval, seeds_needed
-from moe_ffn.studies.sweep import Sweep, format_duration, write_study
+from moe_ffn.studies.sweep import Sweep, write_study
 from moe_ffn.studies.timing import time_arms
 
 QUESTION_FILE = "which.yaml"

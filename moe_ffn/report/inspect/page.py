@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moe_ffn.config.numbers import NONE
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.expert_tokens import context, expert_tokens
 from moe_ffn.report.html import layer_title
 from moe_ffn.report.inspect import figures
 from moe_ffn.report.inspect.inspection import TOP_K, Inspection
 from moe_ffn.report.inspect.units import AGREE, KINDS, NEAR, examples, explanation
-from moe_ffn.report.numbers import NONE
 from moe_ffn.report.plots import Plot, choice_of, numbered, plot_of, render_plots
 from moe_ffn.runs.reader import Run
 
