@@ -19,7 +19,8 @@ from moe_ffn.config.trust import only_trusted_code
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
-from moe_ffn.model.decoder import DecoderConfig, short_name
+from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.parametrization import ParameterScale
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig

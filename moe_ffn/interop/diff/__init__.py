@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, first_line
+from moe_ffn.ffn.routing_names import is_inner, layer_number, short_name
 from moe_ffn.interop.diff.difference import ModelDifference, PositionDifference, short
 from moe_ffn.interop.diff.models import (
     DTYPES,
@@ -32,7 +33,6 @@ from moe_ffn.interop.diff.models import (
 from moe_ffn.interop.load_models import require_known_ids
 from moe_ffn.interop.replaying import read_experts, recorded_layers, replay, unable_to_replay
 from moe_ffn.interop.routings import watch
-from moe_ffn.model.decoder import is_inner, layer_number, short_name
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import no_tokenizer
 

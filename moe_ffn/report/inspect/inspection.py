@@ -16,7 +16,8 @@ from torch import nn
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
 from moe_ffn.ffn.networks import memories
-from moe_ffn.model.decoder import Decoder, DecoderLayer, layer_number
+from moe_ffn.ffn.routing_names import layer_number
+from moe_ffn.model.decoder import Decoder, DecoderLayer
 from moe_ffn.outputs import FFNOutput
 from moe_ffn.report.expert_tokens import Assignment, RoutedText, route_windows
 from moe_ffn.report.inspect import experts
