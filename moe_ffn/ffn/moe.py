@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, describe_options, errors_at
 from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
+from moe_ffn.config.option_tree import show_value
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import (
@@ -299,4 +300,4 @@ def _as_yaml(value: Any) -> str:
     """Format a value as YAML on one line, a mapping without its braces."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_as_yaml(inner)}" for key, inner in value.items())
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return show_value(value)

@@ -24,7 +24,7 @@ from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.option_tree import differences
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
-from moe_ffn.files import make_folder, open_file, write_atomically
+from moe_ffn.files import make_folder, open_file, try_lock, write_atomically
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
@@ -32,11 +32,6 @@ from moe_ffn.runs.custom_code import comparable_options
 from moe_ffn.runs.json_files import Summary
 from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
 from moe_ffn.training.monitoring.hardware import num_cores
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 LOGS_FOLDER = "logs"
 """Subfolder of a study with the output of each run's process."""
@@ -247,11 +242,8 @@ def _yaml_compatible_json(value: Any) -> str:
 
 def _lock(file: BinaryIO) -> bool:
     """Lock a file; return False if another process holds the lock."""
-    try:
-        if fcntl is not None:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # another one: the file system has no locks
-        return not isinstance(error, BlockingIOError)
+    with suppress(OSError):  # the file system has no locks
+        return try_lock(file.fileno())
     return True
 
 
