@@ -16,8 +16,8 @@ from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, result_columns
 from moe_ffn.notebook_cards import spread
-from moe_ffn.runs.config import block_of, value_in_words
 from moe_ffn.runs.json_files import AlarmLine
+from moe_ffn.runs.options_in_words import block_of, value_in_words
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.training.config import AlarmsConfig

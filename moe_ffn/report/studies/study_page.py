@@ -46,7 +46,7 @@ from moe_ffn.report.studies.fits import (
     without_seeds,
 )
 from moe_ffn.report.studies.markdown import markdown_row, markdown_table
-from moe_ffn.runs.config import block_of
+from moe_ffn.runs.options_in_words import block_of
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import option_changes
