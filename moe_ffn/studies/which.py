@@ -423,7 +423,7 @@ def _verdict(
     ends = sorted((abs(low), abs(high)))
     return (
         f"Use {better.name}: its loss is {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token lower "
-        f"than that of {other.name}{_time(sparse, dense) if mean < 0 else ''}."
+        f"than that of {other.name}{_time(dense, sparse) if mean < 0 else ''}."
     )
 
 
@@ -441,7 +441,7 @@ def _reversal(question: Question, dense: Arm, sparse: Arm, doublings: float) -> 
     )
 
 
-def _time(sparse: Arm, dense: Arm) -> str:
+def _time(dense: Arm, sparse: Arm) -> str:
     """Describe the time in which the Mixture of Experts reaches the loss of the dense block."""
     reached, dense_seconds = sparse.reached, dense.training_seconds
     if reached is None or reached.seconds is None or not dense_seconds:
