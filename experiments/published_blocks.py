@@ -1,6 +1,6 @@
 """Compare our blocks with the sparse blocks of transformers, and write docs/reference/models.md.
 
-    python -m experiments.models [docs/reference/models.md]
+    python -m experiments.published_blocks [docs/reference/models.md]
 
 Both blocks are small, in float32, and have the same random weights. Outputs and all gradients are compared,
 in evaluation, and for blocks with noise or a capacity also in training.
@@ -287,7 +287,9 @@ def page(errors: Mapping[str, Errors]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.models", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.published_blocks", description=__doc__
+    )
     parser.add_argument("file", type=Path, nargs="?", default=Path("docs/reference/models.md"))
     path = parser.parse_args(argv).file
     blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
