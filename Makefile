@@ -35,7 +35,7 @@ test-gpu: $(DEV)  ## test and time models shared by several GPUs over NCCL
 	$(PY) -m pytest -m gpu --durations=0 tests/training/test_parallel.py
 
 gpu-first-hour: $(DEV)  ## check exactness, speed and safety on a new GPU; writes docs/performance/<gpu>.md
-	$(PY) -m experiments.benchmark.first_hour
+	$(PY) -m experiments.benchmark.new_gpu
 
 test-reliability: $(DEV)  ## test every promise of docs/explanation/reliability.md; hours
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability

@@ -16,6 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 log = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished"
@@ -193,6 +198,17 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def try_lock(descriptor: int, shared: bool = False) -> bool:
+    """Lock a file or a folder; False if another process holds the lock, OSError if the file system has no
+    locks. Windows has none, and True is returned.
+    """
+    with suppress(BlockingIOError):
+        if fcntl is not None:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _require_file(path: Path) -> None:

@@ -91,7 +91,7 @@ ONLY_PLACES = {
     },
     "datasets": {"moe_ffn/data"},
     "lm_eval": {"moe_ffn/interop/lm_eval.py"},
-    "triton": {"moe_ffn/kernels/triton", "experiments/benchmark/first_hour.py"},
+    "triton": {"moe_ffn/kernels/triton", "experiments/benchmark/new_gpu.py"},
     "plotly": {
         "moe_ffn/report",
         "moe_ffn/metrics/plotting.py",

@@ -20,7 +20,7 @@ import torch
 from moe_ffn import DecoderConfig, build_ffn, load_balancing_loss
 from moe_ffn.cli.demo import MODEL
 from moe_ffn.cli.trace import trace_folder
-from moe_ffn.ffn.networks import memories
+from moe_ffn.ffn.networks import hidden_units
 from moe_ffn.studies.statistics import paired_differences
 
 FOLDER = Path(__file__).parent
@@ -131,7 +131,7 @@ def memory() -> Drawing:
     torch.manual_seed(5)
     block = build_ffn({"type": "dense", "activation": "relu", "d_ff": 8}, d_model=2)
     x = torch.tensor([0.9, 0.5])
-    (found,) = memories(block, x.unsqueeze(0))
+    (found,) = hidden_units(block, x.unsqueeze(0))
     m, values = found.activations_NF[0], found.values_FD
     drawing = Drawing(750, 290)
 

@@ -7,6 +7,6 @@ session.py      timing in turns, tables and targets
 layers.py       layers to time, and the check that they compute the same
 peers.py        adapters for layers of other libraries
 shapes.py       T, D, F, E, K and dtype of a layer
-first_hour.py   first checks on a kind of GPU, and the page about it
+new_gpu.py      first checks on a kind of GPU, and the page about it
 tiles.py        times of every kernel with every tile, for that page
 """

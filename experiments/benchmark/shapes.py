@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from moe_ffn.cli.parser import MAX_COUNT, whole_number
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.kernels.memory import gigabytes, memory_limit
+from moe_ffn.config.numbers import gigabytes
+from moe_ffn.config.process_memory import memory_limit
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Name on the command line -> name in torch."""

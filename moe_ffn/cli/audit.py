@@ -51,7 +51,7 @@ from moe_ffn.interop.load_models import (
 from moe_ffn.report.html import render
 from moe_ffn.report.inspect.text import text_of_run
 from moe_ffn.runs.reader import load_run
-from moe_ffn.runs.texts import read_text
+from moe_ffn.runs.texts import read_text_bytes
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
 
@@ -239,7 +239,7 @@ def _batch(
         content = inspect.getsource(statistics).encode()
         name = "source of Python's statistics module"
     else:
-        content, name = read_text(text), text.name
+        content, name = read_text_bytes(text), text.name
     ids = torch.as_tensor(encode(content)[:num_tokens], dtype=torch.int64)
     length = min(MAX_LENGTH, max_length or MAX_LENGTH, len(ids) // 2)  # two sequences or more
     if length < 2:

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, page_file, write_output
-from moe_ffn.cli.trace import read_text, trace_folder
+from moe_ffn.cli.trace import text_from_flag, trace_folder
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.report.trace_view import page, table
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         default="demo.html",
     )
     args = parser.parse_args(argv)
-    text = read_text(args.text)
+    text = text_from_flag(args.text)
     if not text.strip():
         raise ConfigError("--text: has only white space; give some text: --text 'import os'")
     trace = trace_folder(MODEL, text)

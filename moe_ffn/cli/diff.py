@@ -19,11 +19,11 @@ from rich.table import Table
 
 from moe_ffn.cli.parser import Parser, json_file, whole, write_json
 from moe_ffn.config.errors import command
-from moe_ffn.interop.diff import DTYPES, ModelDifference, diff, short
-from moe_ffn.model.decoder import short_name
+from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.interop.diff import DTYPES, ModelDifference, diff, two_digits
 from moe_ffn.report.tables import plain_table
 from moe_ffn.runs.json_files import plain_values
-from moe_ffn.runs.texts import read_text
+from moe_ffn.runs.texts import read_text_bytes
 
 BYTES_PER_TOKEN = 64
 """Bytes of text that are read for each token, so that a large file is not encoded as a whole."""
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _read(path: Path, limit: int | None) -> bytes:
     """Read a text, or as many whole lines of it as fit into `limit` bytes."""
-    text = read_text(path, limit)
+    text = read_text_bytes(path, limit)
     return text[: text.rfind(b"\n") + 1] or text if len(text) == limit else text
 
 
@@ -124,7 +124,7 @@ def _positions(difference: ModelDifference) -> Table:
     table = plain_table(columns, num_texts=0)
     for part in difference.positions:
         numbers = [part.kl, part.kl_replayed, part.largest_logit]
-        cells = [short(number) for number in numbers if number is not None]
+        cells = [two_digits(number) for number in numbers if number is not None]
         table.add_row(f"{part.first}-{part.last}", f"{part.num_tokens:,}", *cells)
     return table
 
@@ -133,5 +133,5 @@ def _tensors(difference: ModelDifference) -> Table:
     table = plain_table(["tensor", "largest", "relative", "rows"])
     for tensor in difference.tensors[:MAX_TENSORS]:
         rows = f"{tensor.rows:,} of {tensor.num_rows:,}"
-        table.add_row(tensor.name, short(tensor.largest), tensor.share, rows)
+        table.add_row(tensor.name, two_digits(tensor.largest), tensor.share, rows)
     return table

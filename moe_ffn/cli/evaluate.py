@@ -43,15 +43,16 @@ from moe_ffn.cli.parser import (
 )
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.numbers import number
 from moe_ffn.config.option_tree import merge
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, validation_batches
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
+from moe_ffn.ffn.routing_names import short_name
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
-from moe_ffn.model.decoder import Decoder, short_name
-from moe_ffn.report.numbers import number
+from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.tables import plain_table
 from moe_ffn.runs.folder import TOKENIZER_FILE
 from moe_ffn.runs.json_files import plain_values

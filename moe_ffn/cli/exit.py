@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_ffn.config.environment import LaunchError, is_first_here, is_first_rank, is_under_torchrun
 from moe_ffn.config.errors import ConfigError, printable, shorten
-from moe_ffn.kernels.memory import out_of_memory
+from moe_ffn.config.process_memory import out_of_memory
 
 LOGGER = logging.getLogger("moe_ffn")
 """Logger of the whole package; the programs write its messages to stderr."""

@@ -16,7 +16,7 @@ from moe_ffn.cli.command_line import parse_flags
 from moe_ffn.cli.exit import EXIT_FAILED
 from moe_ffn.cli.parser import Parser, page_file, positive, whole, write_output
 from moe_ffn.config.errors import ConfigError, command, nearest_or_all
-from moe_ffn.report.numbers import compact
+from moe_ffn.config.numbers import compact
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, LayoutPlan, plan_layouts

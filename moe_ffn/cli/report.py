@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moe_ffn.cli.parser import Parser, page_file
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.report.page import watch, write_report
+from moe_ffn.report.page import follow_runs, write_report
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     output = args.output or default_output(args.runs)
     if args.watch:
         say = partial(print, flush=True)
-        watch(args.runs, output, args.every, say, html_of=html_of_runs)
+        follow_runs(args.runs, output, args.every, say, html_of=html_of_runs)
         return 0
     write_report(args.runs, output, html_of=html_of_runs)
     print(output)

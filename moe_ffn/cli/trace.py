@@ -16,8 +16,8 @@ from rich.console import Console
 from moe_ffn.cli.generate import load_decoder
 from moe_ffn.cli.parser import Parser, layer_numbers, page_file, write_output
 from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.ffn.routing_names import layer_number
 from moe_ffn.interop.load_models import is_transformers_folder, route_text
-from moe_ffn.model.decoder import layer_number
 from moe_ffn.report.trace import (
     Prediction,
     TextTrace,
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if not (is_model_folder(args.run) or is_transformers_folder(args.run)):
         check_has_weights(args.run)
     # After the check of the folder, since it may wait for standard input.
-    text = read_text(args.text)
+    text = text_from_flag(args.text)
     trace = trace_folder(args.run, text, args.layers, trust_code=args.trust_code)
     console = Console(highlight=False)
     console.print(table(trace, console.width))
@@ -77,7 +77,7 @@ def _trace_transformers(folder: Path, text: bytes, layers: list[int] | None) -> 
     )
 
 
-def read_text(argument: str) -> bytes:
+def text_from_flag(argument: str) -> bytes:
     """Return the bytes of `--text`; `-` reads standard input."""
     if argument == "-":
         text = sys.stdin.buffer.read()

@@ -8,6 +8,8 @@ import_path.py  classes from a user's file, `type: my_file.py:MyConfig`
 trust.py        rejects custom code that the user has not trusted
 sizes.py        hidden widths, and counts of parameters and FLOPs
 environment.py  variables that torchrun, SLURM and Lightning set for each process
+process_memory.py  memory of this process: its limit, and errors for sizes above it
+numbers.py      numbers as text
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from itertools import pairwise
 from textwrap import dedent
@@ -273,6 +273,22 @@ class TaggedConfig(Config, frozen=True):
         if cls.is_family_root():
             return {FAMILY_KEY: cls.__name__}
         return super().__get_pydantic_json_schema__(core_schema, handler)
+
+
+def children(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return (key, item) of a config, a mapping, a list or a tuple; nothing for any other value."""
+    if isinstance(value, BaseModel | Mapping):
+        return value.items() if isinstance(value, Mapping) else value
+    return enumerate(value) if isinstance(value, list | tuple) else ()
+
+
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return plain options with `function(leaf)` for each leaf of their mappings and lists."""
+    if isinstance(value, Mapping):
+        return {key: mapped(item, function) for key, item in value.items()}
+    return (
+        [mapped(item, function) for item in value] if isinstance(value, list) else function(value)
+    )
 
 
 def help_texts(cls: type[Config]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 from yaml.composer import ComposerError
 
-from moe_ffn.config.base import Config
+from moe_ffn.config.base import Config, mapped
 from moe_ffn.config.errors import ConfigError, explain, first_line, shorten
 from moe_ffn.config.import_path import FileTag, explaining_custom_errors, is_file_tag
 from moe_ffn.config.option_tree import explain_unknown, option_tree, show_value
@@ -60,16 +60,12 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must hold a YAML mapping, got {type(options).__name__}")
-    return _with_file_tags(options, path.parent)
 
+    def tagged(leaf: Any) -> Any:
+        is_tag = isinstance(leaf, str) and is_file_tag(leaf)
+        return FileTag(leaf, path.parent) if is_tag else leaf
 
-def _with_file_tags(value: Any, folder: Path) -> Any:
-    """Replace each value `file.py:ClassName` of a YAML file by a `FileTag`."""
-    if isinstance(value, dict):
-        return {key: _with_file_tags(item, folder) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_file_tags(item, folder) for item in value]
-    return FileTag(value, folder) if isinstance(value, str) and is_file_tag(value) else value
+    return mapped(options, tagged)
 
 
 def read_config(path: Path, root: type[RootConfig]) -> RootConfig:

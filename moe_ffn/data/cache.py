@@ -63,7 +63,7 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
     }
     for path in paths:
         os.utime(path, ns=(_WRITTEN_NS, _WRITTEN_NS))
-    write_json(folder / _META, {**values, _DIGEST: _digest(values)})
+    write_cache_json(folder / _META, {**values, _DIGEST: _digest(values)})
 
 
 def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
@@ -84,7 +84,7 @@ def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
     return meta if intact else None
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
+def write_cache_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, ensure_ascii=False, indent=1, sort_keys=True), "utf-8")
 
 

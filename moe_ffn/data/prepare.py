@@ -18,7 +18,7 @@ from pydantic import Field
 from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.data.batches import ValidationBatches, require_window
-from moe_ffn.data.cache import building, read_meta, seal, write_json, writing
+from moe_ffn.data.cache import building, read_meta, seal, write_cache_json, writing
 from moe_ffn.data.corpus import TEXT_HINT, CorpusConfig, Split, StdlibConfig, TokenFiles
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.token_files import TokenSequence
@@ -248,7 +248,7 @@ def _build(config: DataConfig, plan: SplitPlan, folder: Path) -> None:
             "splits": {split: asdict(size) for split, size in sizes.items()},
         }
         with writing(built):
-            write_json(built / "tokenizer.json", tokenizer.to_dict())
+            write_cache_json(built / "tokenizer.json", tokenizer.to_dict())
             seal(built, meta)
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import Unsupported, UseCase
+from moe_ffn.config.process_memory import require_table_memory
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.activations import ACTIVATIONS, Activation
 from moe_ffn.kernels.base import check_dtype, without_autocast
-from moe_ffn.kernels.memory import require_table_memory
 from moe_ffn.outputs import Plan
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_ffn.config.base import require_count
+from moe_ffn.config.process_memory import memory_errors_as_config_errors
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.chain_of_experts import ChainOfExpertsConfig
 from moe_ffn.ffn.dense import (
@@ -27,7 +28,6 @@ from moe_ffn.ffn.shared_expert import CombineConfig
 from moe_ffn.ffn.soft_moe import SoftMoEConfig
 from moe_ffn.ffn.wrappers import BiasedConfig, JitteredConfig, NormedConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig
-from moe_ffn.kernels.memory import memory_errors_as_config_errors
 
 __all__ = [
     "BiasedConfig",

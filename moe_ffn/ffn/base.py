@@ -1,6 +1,6 @@
 """Interface of every feed-forward block: `FFNConfig` builds an `FFNBlock`.
 
-The functions that name routings, check inputs and flatten tokens are for custom blocks too.
+The functions that check inputs and flatten tokens are for custom blocks too.
 
 T tokens
 """
@@ -8,9 +8,9 @@ T tokens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -241,29 +241,6 @@ class FFNBlock(nn.Module, ABC):
         for block in self.children():
             if isinstance(block, FFNBlock):
                 block.place_experts(place)
-
-
-# -- names of routings
-
-Value = TypeVar("Value")
-
-OWN_ROUTING = "routing"
-"""The key of `FFNOutput.routings` for the block's own router."""
-
-ROUTING_SUFFIX = "(?:/(?:inner|round_[0-9]+))*"
-"""Regular expression of the suffixes that a block's routings add to the name of their layer."""
-
-
-def round_name(number: int) -> str:
-    """Return the key of `FFNOutput.routings` for a round of a chain of experts: `round_2` for number 1."""
-    return f"round_{number + 1}" if number else OWN_ROUTING
-
-
-def prefix_names(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
-    """Prefix names of an inner block: `routing`, its own, becomes `outer`, and `inner` `outer/inner`."""
-    return {
-        outer if name == OWN_ROUTING else f"{outer}/{name}": value for name, value in values.items()
-    }
 
 
 # -- inputs

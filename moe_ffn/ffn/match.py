@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from moe_ffn.config.base import MAX_COUNT, Config, require_count
+from moe_ffn.config.base import MAX_COUNT, Config, children, require_count
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.sizes import CostKind, MatchConfig
 from moe_ffn.ffn.base import FFNConfig
@@ -137,14 +137,8 @@ def _matches(value: Any, path: str) -> Iterator[tuple[str, MatchConfig]]:
     if isinstance(value, MatchConfig):
         yield path, value
         return
-    for name, item in _items(value):
+    for name, item in children(value):
         yield from _matches(item, f"{path}.{name}" if path else str(name))
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, Config | Mapping):
-        return list(value.items() if isinstance(value, Mapping) else value)
-    return list(enumerate(value)) if isinstance(value, list | tuple) else []
 
 
 def _with_width(value: Any, width: int) -> Any:
@@ -152,7 +146,7 @@ def _with_width(value: Any, width: int) -> Any:
     if isinstance(value, MatchConfig):
         return width
     changed = {
-        key: new for key, item in _items(value) if (new := _with_width(item, width)) is not item
+        key: new for key, item in children(value) if (new := _with_width(item, width)) is not item
     }
     if not changed:
         return value

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT, describe_options, errors_at
 from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
+from moe_ffn.config.option_tree import show_value
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import (
-    OWN_ROUTING,
     ExpertStack,
     FFNBlock,
     FFNConfig,
@@ -28,6 +28,7 @@ from moe_ffn.ffn.base import (
     inner_configs,
 )
 from moe_ffn.ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, unsorted_plan
+from moe_ffn.ffn.routing_names import OWN_ROUTING
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
 from moe_ffn.kernels.base import is_transform_on, reject_vmap
@@ -299,4 +300,4 @@ def _as_yaml(value: Any) -> str:
     """Format a value as YAML on one line, a mapping without its braces."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_as_yaml(inner)}" for key, inner in value.items())
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return show_value(value)

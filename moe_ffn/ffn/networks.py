@@ -1,7 +1,7 @@
 """Functions that return the weights and the hidden units of a block, to inspect and to convert models.
 
-A custom block registers its functions with `@networks.register` and `@memories.register`; a custom kind of
-expert defines `Experts.weights`.
+A custom block registers its functions with `@networks.register` and `@hidden_units.register`; a custom kind
+of expert defines `Experts.weights`.
 
 T tokens, D model width, F hidden units of a network, N tokens of a network
 """
@@ -29,7 +29,7 @@ from moe_ffn.routing.base import Router
 
 
 @dataclass(frozen=True)
-class Memory:
+class HiddenUnits:
     """Hidden units as key-value memories; each adds activation * value (arXiv:2012.14913, eq. 2)."""
 
     name: str
@@ -88,76 +88,82 @@ def _(block: MoEFFN) -> ExpertWeights | None:
 
 
 @singledispatch
-def memories(block: nn.Module, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+def hidden_units(
+    block: nn.Module, x: Tensor, context: TokenContext | None = None
+) -> list[HiddenUnits]:
     """Return the hidden units of each network in a block, with their activations for `x`; no units for the
     types `identity`, `soft_moe` and `normed`, and unregistered custom blocks.
     """
     return []
 
 
-@memories.register
-def _(block: HiddenWidthFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+@hidden_units.register
+def _(block: HiddenWidthFFN, x: Tensor, context: TokenContext | None = None) -> list[HiddenUnits]:
     hidden = block.hidden(x, context)
     hidden_TF = hidden.reshape(-1, hidden.shape[-1])
     ids_N = torch.arange(len(hidden_TF), device=x.device)
     if context is not None and context.mask is not None:
         ids_N = ids_N[context.mask.reshape(-1)]
-    return [Memory("", ids_N, hidden_TF[ids_N], block.values_FD)]
+    return [HiddenUnits("", ids_N, hidden_TF[ids_N], block.values_FD)]
 
 
-@memories.register
-def _(block: MoEFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    return _routed_memories(block, block.router, x, context)
+@hidden_units.register
+def _(block: MoEFFN, x: Tensor, context: TokenContext | None = None) -> list[HiddenUnits]:
+    return _routed_units(block, block.router, x, context)
 
 
-@memories.register
-def _(block: ChainOfExpertsFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    units, hidden = list[Memory](), without_padding(x, context)
+@hidden_units.register
+def _(
+    block: ChainOfExpertsFFN, x: Tensor, context: TokenContext | None = None
+) -> list[HiddenUnits]:
+    units, hidden = list[HiddenUnits](), without_padding(x, context)
     for _, router, round_context in block.rounds(context):
-        units += _routed_memories(block.ffn, router, hidden, round_context)
+        units += _routed_units(block.ffn, router, hidden, round_context)
         routing = router(*flatten_tokens(hidden, round_context))
         hidden = hidden + block.ffn.run_experts(routing, hidden, round_context).hidden
     return units
 
 
-@memories.register
-def _(block: WrapperFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
-    return memories(block.ffn, block.before(without_padding(x, context)), context)
+@hidden_units.register
+def _(block: WrapperFFN, x: Tensor, context: TokenContext | None = None) -> list[HiddenUnits]:
+    return hidden_units(block.ffn, block.before(without_padding(x, context)), context)
 
 
-@memories.register
-def _(block: NormedFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+@hidden_units.register
+def _(block: NormedFFN, x: Tensor, context: TokenContext | None = None) -> list[HiddenUnits]:
     return []
 
 
-@memories.register
-def _(block: MixtureOfDepthsFFN, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+@hidden_units.register
+def _(
+    block: MixtureOfDepthsFFN, x: Tensor, context: TokenContext | None = None
+) -> list[HiddenUnits]:
     x_TD, flat = flatten_tokens(x, context)
     _, chosen_BS = by_sequence(block.router(x_TD, flat))
     x_BMD, position_BM, inner_context = gather_chosen(x_TD, flat, chosen_BS)
     start_B1 = torch.arange(0, len(x_TD), chosen_BS.shape[1], device=x.device).unsqueeze(-1)
     outer_ids = (start_B1 + position_BM).flatten()
     return [
-        replace(memory, token_indices_N=outer_ids[memory.token_indices_N])
-        for memory in memories(block.ffn, x_BMD, inner_context)
+        replace(units, token_indices_N=outer_ids[units.token_indices_N])
+        for units in hidden_units(block.ffn, x_BMD, inner_context)
     ]
 
 
-def _routed_memories(
+def _routed_units(
     block: MoEFFN, router: Router, x: Tensor, context: TokenContext | None
-) -> list[Memory]:
+) -> list[HiddenUnits]:
     """Return the hidden units of the experts that `router` chooses, and of the shared expert."""
     x_TD, flat = flatten_tokens(x, context)
     routing = block.capacity.apply_to(router(x_TD, flat), training=block.training)
-    units = _expert_memories(block.experts, x_TD, make_plan(routing, block.num_experts))
+    units = _expert_units(block.experts, x_TD, make_plan(routing, block.num_experts))
     if block.shared_expert is not None:
-        shared = memories(block.shared_expert, x_TD.view_as(x), context)
+        shared = hidden_units(block.shared_expert, x_TD.view_as(x), context)
         units += [replace(m, name=f"shared expert {m.name}".strip()) for m in shared]
     return units
 
 
-def _expert_memories(experts: Experts, x_TD: Tensor, plan: Plan) -> list[Memory]:
-    weights, units, start = experts.weights(), list[Memory](), 0
+def _expert_units(experts: Experts, x_TD: Tensor, plan: Plan) -> list[HiddenUnits]:
+    weights, units, start = experts.weights(), list[HiddenUnits](), 0
     if weights is None:
         return units
     for expert, end in enumerate(plan.offsets_E.tolist()):
@@ -165,5 +171,5 @@ def _expert_memories(experts: Experts, x_TD: Tensor, plan: Plan) -> list[Memory]
         bias = None if weights.up_bias_EH is None else weights.up_bias_EH[expert]
         hidden_NF = weights.activate(F.linear(x_TD[ids_N], weights.up_EHD[expert], bias))
         values_FD = weights.down_EDF[expert].t()
-        units.append(Memory(f"expert {expert}", ids_N, hidden_NF, values_FD))
+        units.append(HiddenUnits(f"expert {expert}", ids_N, hidden_NF, values_FD))
     return units

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, describe_options
 from moe_ffn.config.errors import Unsupported, UseCase
+from moe_ffn.config.process_memory import require_table_memory
 from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.ffn.base import FFNBlock, check_input, flatten_tokens
 from moe_ffn.ffn.wrappers import WrapperConfig, WrapperFFN
 from moe_ffn.kernels.base import check_dtype
-from moe_ffn.kernels.memory import require_table_memory
 from moe_ffn.outputs import FFNOutput, TokenContext, TokenHistory
 from moe_ffn.routing.base import Float32RMSNorm
 

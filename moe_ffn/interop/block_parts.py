@@ -46,7 +46,7 @@ class BlockEntry:
     config_name: str = ""
     """Config class; by default the text config whose name shares the longest prefix with `class_name`."""
     small: Mapping[str, Any] = field(default_factory=dict)
-    """Their options for a small block, in addition to `SMALL` of `experiments.models`."""
+    """Their options for a small block, in addition to `SMALL` of `experiments.published_blocks`."""
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Their option that `ffn` does not read -> the values for which this entry is correct."""
     unused: tuple[str, ...] = ()

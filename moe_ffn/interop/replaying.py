@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_ffn.config.errors import ConfigError, first_line, import_optional, nearest_or_all
-from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.routing_names import OWN_ROUTING, layer_number
 from moe_ffn.interop.routings import (
     call_arguments,
     inputs_of_experts,
@@ -26,7 +27,6 @@ from moe_ffn.interop.routings import (
     routing_modules,
     sibling_modules,
 )
-from moe_ffn.model.decoder import layer_number
 from moe_ffn.outputs import Routing, TokenContext
 
 Record = Any

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import import_optional
 from moe_ffn.ffn.dispatch import plan_of_pairs
+from moe_ffn.ffn.routing_names import layer_name
 from moe_ffn.interop.routings import is_experts, layer_of
 from moe_ffn.kernels.activations import (
     ACTIVATIONS,
@@ -30,7 +31,6 @@ from moe_ffn.kernels.activations import (
 )
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
-from moe_ffn.model.decoder import layer_name
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,5 @@ cpu.py             `cpu`: C++, or the loop without a compiler; its torch operato
 routing.py         logits, top-k and the sort by expert: C++, or torch without a compiler
 native/            C++ for `cpu` and `routing.py`, compiled on first use
 autograd.py        autograd of operators with a hand-written backward pass
-memory.py          memory limit of this process
 triton/            `triton`, for GPUs
 """

@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from moe_ffn.kernels.activations import ClampedSwiGLU, GateFunction
-from moe_ffn.kernels.autograd import NUM_GRADIENTS, register
+from moe_ffn.kernels import autograd
+from moe_ffn.kernels.activations import ClampedSwiGLU
+from moe_ffn.kernels.autograd import Gradients, Inputs
 from moe_ffn.kernels.base import (
     NO_TRANSFORMS,
-    PARAMETERS,
     ExpertWeights,
     autograd_in_operators,
     compute_dtype,
@@ -65,27 +65,6 @@ def unsupported_reason(x_TD: Tensor, weights: ExpertWeights) -> str | None:
 # -- the autograd function of both implementations
 
 
-class Inputs(NamedTuple):
-    """Inputs of the forward and the backward pass."""
-
-    x_TD: Tensor
-    weights_N: Tensor
-    parameters: Sequence[Any]
-    """`ExpertWeights.parameters`."""
-    token_indices_N: Tensor
-    offsets_E: Tensor
-    pair_ids_N: Tensor
-    dropout_NF: Tensor | None
-    options: ExpertWeights
-    """Activation and layout of the experts; their weights are in `parameters`."""
-    dtype: torch.dtype
-    """Dtype of the saved pre-activations. Products use it too, or float32 if the CPU only emulates it."""
-
-
-Gradients = tuple[Tensor | None, ...]
-"""Gradients of x, the pairs' weights and the parameters."""
-
-
 def width_of_kept(up_EHD: Tensor, *others: Tensor | None) -> int:
     """Return the width of the matrix kept for backward: the first product, then A x of both adapters."""
     *_, up_a_ERD, _, down_a_ERF, _ = others
@@ -108,58 +87,40 @@ def run(implementation: Implementation, x_TD: Tensor, plan: Plan, weights: Exper
     An expert without tokens gets a zero gradient. The first product (N, H), A x of both adapters and the
     dropout mask are saved for backward.
     """
-    weights_N, parameters = plan.weights_N[: int(plan.offsets_E[-1])], weights.parameters
-    if needs_gradient(x_TD, weights_N, *parameters):
-        return _Experts.apply(implementation, plan, weights, x_TD, weights_N, *parameters)
-    return implementation.forward(_inputs(plan, weights, x_TD, weights_N, parameters), None)
-
-
-def _inputs(
-    plan: Plan, weights: ExpertWeights, x_TD: Tensor, weights_N: Tensor, parameters: Any
-) -> Inputs:
-    dtype = compute_dtype(x_TD)
+    weights_N, dtype = plan.weights_N[: int(plan.offsets_E[-1])], compute_dtype(x_TD)
     dropout_NF = dropout_mask(len(weights_N), weights, product_dtype_on_cpu(dtype), x_TD.device)
-    ids = plan.token_indices_N, plan.offsets_E, plan.pair_ids_N
-    return Inputs(x_TD, weights_N, parameters, *ids, dropout_NF, weights, dtype)
+    ids = plan.token_indices_N, plan.offsets_E, (plan.pair_ids_N,)
+    inputs = Inputs(x_TD, weights_N, *ids, dropout_NF, weights, dtype)
+    differentiable = x_TD, weights_N, *weights.parameters
+    if needs_gradient(*differentiable):
+        return _Experts.apply(implementation, inputs, *differentiable)
+    return implementation.forward(inputs, None)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        implementation: Implementation,
-        plan: Plan,
-        weights: ExpertWeights,
-        x_TD: Tensor,
-        weights_N: Tensor,
-        *parameters: Any,
+        ctx: Any, implementation: Implementation, inputs: Inputs, *differentiable: Any
     ) -> Tensor:
-        inputs = _inputs(plan, weights, x_TD, weights_N, parameters)
+        x_TD, weights_N, *parameters = differentiable
         kept = x_TD.new_empty(len(weights_N), width_of_kept(*parameters), dtype=inputs.dtype)
         y_TD = implementation.forward(inputs, kept)
-        ids = inputs.token_indices_N, inputs.offsets_E, inputs.pair_ids_N
-        ctx.save_for_backward(x_TD, weights_N, *parameters, *ids, inputs.dropout_NF, kept)
-        ctx.implementation, ctx.options, ctx.dtype = implementation, inputs.options, inputs.dtype
+        ids = inputs.token_indices_N, inputs.offsets_E, *inputs.order
+        ctx.save_for_backward(*differentiable, *ids, inputs.dropout_NF, kept)
+        ctx.implementation, ctx.weights, ctx.dtype = implementation, inputs.weights, inputs.dtype
         return y_TD
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         reject_more_derivatives("cpu", grads[0])
         # Read once: under activation checkpointing, each read recomputes the tensors.
-        (
-            x_TD,
-            weights_N,
-            *parameters,
-            ids_N,
-            offsets_E,
-            pair_ids_N,
-            dropout_NF,
-            kept,
-        ) = ctx.saved_tensors
-        ids = ids_N, offsets_E, pair_ids_N
-        inputs = Inputs(x_TD, weights_N, parameters, *ids, dropout_NF, ctx.options, ctx.dtype)
-        wanted = ctx.needs_input_grad[3:]
-        return (None,) * 3 + ctx.implementation.backward(inputs, kept, grads[0], wanted)
+        x_TD, weights_N, *parameters, ids_N, offsets_E, pair_ids_N, mask_NF, kept = (
+            ctx.saved_tensors
+        )
+        ids, weights = (ids_N, offsets_E, (pair_ids_N,)), ctx.weights.with_parameters(*parameters)
+        inputs = Inputs(x_TD, weights_N, *ids, mask_NF, weights, ctx.dtype)
+        wanted = ctx.needs_input_grad[2:]
+        return None, None, *ctx.implementation.backward(inputs, kept, grads[0], wanted)
 
 
 # -- compiled kernels
@@ -186,18 +147,21 @@ def _operator_args(inputs: Inputs) -> tuple[Any, ...]:
     if dtype == torch.float16:  # the operators have no float16 products
         dtype = torch.float32
     sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    options, clamped = inputs.options, inputs.options.gate_function
+    weights, clamped = inputs.weights, inputs.weights.gate_function
     assert clamped is None or isinstance(clamped, ClampedSwiGLU)  # see `has_kernel`
     return (
         inputs.x_TD.contiguous(),
         inputs.weights_N.to(sum_dtype).contiguous(),
-        *(None if parameter is None else parameter.contiguous() for parameter in inputs.parameters),
+        *(
+            None if parameter is None else parameter.contiguous()
+            for parameter in weights.parameters
+        ),
         inputs.token_indices_N.contiguous(),
         inputs.offsets_E.int().contiguous(),
         inputs.dropout_NF,
-        _CODES["clamped" if clamped is not None else options.activation],
-        options.gated,
-        options.interleaved,
+        _CODES["clamped" if clamped is not None else weights.activation],
+        weights.gated,
+        weights.interleaved,
         0.0 if clamped is None else clamped.alpha,
         0.0 if clamped is None else clamped.limit,
         dtype,
@@ -221,7 +185,7 @@ def _native_backward(
     grad_weights_N = torch.empty_like(layer[1])
     gradients = [
         empty_gradient(parameter) if want and parameter is not None else None
-        for parameter, want in zip(inputs.parameters, wants, strict=True)
+        for parameter, want in zip(inputs.weights.parameters, wants, strict=True)
     ]
     operators.experts_backward(
         *layer, kept, grad_y_TD.contiguous(), grad_x_TD, grad_weights_N, *gradients
@@ -290,21 +254,22 @@ def loop_on_cpu(
 
 
 def _run_inputs(inputs: Inputs, x_TD: Tensor, weights_N: Tensor, *parameters: Any) -> Tensor:
-    plan = Plan(inputs.token_indices_N, weights_N, inputs.offsets_E, inputs.pair_ids_N)
+    (pair_ids_N,) = inputs.order
+    plan = Plan(inputs.token_indices_N, weights_N, inputs.offsets_E, pair_ids_N)
     # `dropout_NF` already is the dropout mask.
-    weights = replace(inputs.options.with_parameters(*parameters), dropout=0.0)
+    weights = replace(inputs.weights.with_parameters(*parameters), dropout=0.0)
     return loop_on_cpu(x_TD, plan, weights, inputs.dtype, inputs.dropout_NF)
 
 
 def _loop_forward(inputs: Inputs, kept: Tensor | None) -> Tensor:
-    return _run_inputs(inputs, inputs.x_TD, inputs.weights_N, *inputs.parameters)
+    return _run_inputs(inputs, inputs.x_TD, inputs.weights_N, *inputs.weights.parameters)
 
 
 def _loop_backward(
     inputs: Inputs, kept: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]
 ) -> Gradients:
     """Recompute the forward pass and differentiate it."""
-    tensors = (inputs.x_TD, inputs.weights_N, *inputs.parameters)
+    tensors = (inputs.x_TD, inputs.weights_N, *inputs.weights.parameters)
     with autograd_in_operators():
         leaves = [
             None if tensor is None else tensor.detach().requires_grad_(want)
@@ -328,106 +293,37 @@ LOOP = Implementation(_loop_forward, _loop_backward)
 def run_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Run the backend `cpu` as an operator; return (T, D)."""
     mask_dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-    ids = plan.token_indices_N, plan.offsets_E, plan.pair_ids_N
-    y_TD, _ = experts(
-        x_TD,
-        plan.weights_N,
-        *weights.parameters,
-        *ids,
-        dropout_mask(plan.weights_N.shape[0], weights, mask_dtype, x_TD.device),
-        weights.activation,
-        encode_gate(weights.gate_function),
-        weights.gated,
-        weights.interleaved,
-        compute_dtype(x_TD),
-        needs_gradient(x_TD, plan.weights_N, *weights.parameters),
-    )
-    return y_TD
+    dropout_NF = dropout_mask(plan.weights_N.shape[0], weights, mask_dtype, x_TD.device)
+    return autograd.run_operator(experts, x_TD, plan, weights, (plan.pair_ids_N,), dropout_NF)
 
 
-def encode_gate(gate: GateFunction | None) -> list[float] | None:
-    """Encode a gate as numbers for an operator: its index in `GateFunction`, then its fields."""
-    if gate is None:
-        return None
-    return [float(get_args(GateFunction).index(type(gate))), *map(float, vars(gate).values())]
-
-
-def decode_gate(numbers: list[float] | None) -> GateFunction | None:
-    """Decode the numbers of `encode_gate`."""
-    return None if numbers is None else get_args(GateFunction)[int(numbers[0])](*numbers[1:])
-
-
-_INPUTS = (
-    "Tensor x, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, "
-    "Tensor? up_a, Tensor? up_b, Tensor? down_a, Tensor? down_b, "
-    "Tensor token_ids, Tensor offsets, Tensor pair_ids, Tensor? dropout"
-)
-_OPTIONS = "str activation, float[]? gate, bool gated, bool interleaved, ScalarType dtype"
-"""`gate` is from `encode_gate`; `dtype` is the dtype of products, if this CPU supports it natively."""
-
-
-@torch.library.custom_op(
-    "moe_ffn::experts_on_cpu",
-    mutates_args=(),
-    schema=f"({_INPUTS}, {_OPTIONS}, bool keep) -> (Tensor, Tensor)",
-)
-def experts(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return y_TD and the matrix that is kept for backward, with 0 rows unless `keep`."""
-    *common, keep = arguments
-    x_TD, weights_N, *_ = common
-    implementation, inputs = _parse(*common)
-    num_kept, width = len(weights_N) if keep else 0, width_of_kept(*inputs.parameters)
-    kept = x_TD.new_zeros(num_kept, width, dtype=inputs.dtype)
+def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor]:
+    num_kept = len(inputs.weights_N) if keep else 0
+    width = width_of_kept(*inputs.weights.parameters)
+    kept = inputs.x_TD.new_zeros(num_kept, width, dtype=inputs.dtype)
+    implementation, inputs = _computed(inputs)
     y_TD = implementation.forward(inputs, kept[: len(inputs.weights_N)] if keep else None)
     return y_TD, kept
 
 
-@torch.library.custom_op(
-    "moe_ffn::experts_on_cpu_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_y, {_INPUTS}, Tensor kept, {_OPTIONS}, bool[] wanted) -> "
-    f"({', '.join(['Tensor'] * NUM_GRADIENTS)})",
-)
-def experts_backward(grad_y_TD: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of x, the pairs' weights and the parameters; empty if not wanted."""
-    *tensors, kept, activation, gate, gated, interleaved, dtype, wanted = arguments
-    common = [*tensors, activation, gate, gated, interleaved, dtype]
-    implementation, inputs = _parse(*common)
-    num_computed = len(inputs.weights_N)
-    computed = implementation.backward(inputs, kept[:num_computed], grad_y_TD, wanted)
-    grads = [
-        grad if want and grad is not None else grad_y_TD.new_empty(0)
-        for grad, want in zip(computed, wanted, strict=True)
-    ]
-    if wanted[1]:
-        grads[1] = F.pad(grads[1], (0, len(tensors[1]) - num_computed))
-    return tuple(grads)
-
-
-def _parse(x_TD: Tensor, weights_N: Tensor, *others: Any) -> tuple[Implementation, Inputs]:
-    """Parse the arguments of both operators: `_INPUTS` and `_OPTIONS`."""
-    parameters, others = others[: len(PARAMETERS)], others[len(PARAMETERS) :]
-    *ids, dropout_NF, activation, gate, gated, interleaved, dtype = others
-    weights = ExpertWeights(
-        activation=activation,
-        gated=gated,
-        gate_function=decode_gate(gate),
-        interleaved=interleaved,
-        **dict(zip(PARAMETERS, parameters, strict=True)),
+def _backward(inputs: Inputs, kept: Tensor, dy_TD: Tensor, wanted: Sequence[bool]) -> Gradients:
+    implementation, computed = _computed(inputs)
+    num_computed = len(computed.weights_N)
+    grad_x_TD, grad_weights_N, *grads = implementation.backward(
+        computed, kept[:num_computed], dy_TD, wanted
     )
-    token_indices_N, offsets_E, pair_ids_N = ids
-    computed_N = weights_N[: int(offsets_E[-1])]
-    inputs = Inputs(
-        *(x_TD, computed_N, parameters, token_indices_N, offsets_E, pair_ids_N),
-        *(dropout_NF, weights, dtype),
-    )
-    return NATIVE if is_compiled(weights) else LOOP, inputs
+    if grad_weights_N is not None:
+        grad_weights_N = F.pad(grad_weights_N, (0, len(inputs.weights_N) - num_computed))
+    return grad_x_TD, grad_weights_N, *grads
 
 
-register(
-    experts,
-    experts_backward,
-    num_tensors=NUM_GRADIENTS + 4,
-    backend="cpu",
-    width_of_kept=width_of_kept,
+def _computed(inputs: Inputs) -> tuple[Implementation, Inputs]:
+    """Return the implementation for these experts, and the inputs without pairs that are not computed."""
+    computed_N = inputs.weights_N[: int(inputs.offsets_E[-1])]
+    implementation = NATIVE if is_compiled(inputs.weights) else LOOP
+    return implementation, inputs._replace(weights_N=computed_N)
+
+
+experts, experts_backward = autograd.define(
+    *("moe_ffn::experts_on_cpu", "cpu", ["pair_ids_N"], _forward, _backward, width_of_kept)
 )

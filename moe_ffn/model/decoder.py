@@ -6,7 +6,6 @@ B batch, S sequence, V vocabulary
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,8 @@ from moe_ffn.config.base import MAX_COUNT, Config, require_count
 from moe_ffn.config.errors import ConfigError, Unsupported, UseCase, first_unsupported
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
-from moe_ffn.ffn.base import FFNBlock, RouterInfo, prefix_names
+from moe_ffn.ffn.base import FFNBlock, RouterInfo
+from moe_ffn.ffn.routing_names import layer_name, prefix_names, short_name
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig
@@ -250,38 +250,6 @@ class DecoderConfig(Config, frozen=True):
             + self.num_layers * self.attention.num_params(self.d_model, self.norm)
             + self.num_norm_params()
         )
-
-
-# -- names of routings: `layer_03`; `layer_03/inner` for a block inside the block of that layer;
-# `layer_03/round_2` for a later round of a chain of experts
-
-_NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
-
-
-def layer_name(index: int) -> str:
-    """Return the name of a layer's main routing, such as `layer_03`."""
-    return f"layer_{index:02d}"
-
-
-def layer_number(name: str) -> int:
-    """Return the layer index of a routing name."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(
-            f"the name of a layer must be like 'layer_03' or 'layer_03/inner', got {name!r}"
-        )
-    return int(match[1])
-
-
-def is_inner(name: str) -> bool:
-    """Return True for the routing of a block inside another block; a later round is not inside."""
-    return any(not part.startswith("round_") for part in name.split("/")[1:])
-
-
-def short_name(name: str) -> str:
-    """Return `3` for `layer_03` and `3 inner` for `layer_03/inner`; return any other name unchanged."""
-    match = _NAME.fullmatch(name)
-    return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else name
 
 
 def parse_slice(text: str, option: str) -> slice:

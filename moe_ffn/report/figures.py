@@ -24,9 +24,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.ffn.routing_names import is_inner, layer_name, short_name
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, axis_title, heat_figure
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
-from moe_ffn.model.decoder import is_inner, layer_name, short_name
 from moe_ffn.report.drawing import (
     LIGHT,
     STEP_AXIS,

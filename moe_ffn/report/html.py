@@ -20,9 +20,9 @@ from jinja2.nodes import EvalContext
 from markupsafe import Markup, escape
 
 from moe_ffn.config.errors import printable
+from moe_ffn.config.numbers import compact, number
+from moe_ffn.ffn.routing_names import short_name
 from moe_ffn.files import write_atomically
-from moe_ffn.model.decoder import short_name
-from moe_ffn.report.numbers import compact, number
 
 OPENING = "<!doctype html>"
 """Beginning of every page."""

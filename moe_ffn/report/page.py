@@ -63,7 +63,7 @@ def report_html(
 # -- a page that follows its runs
 
 
-def watch(
+def follow_runs(
     folders: Sequence[Path],
     output: Path,
     every: float,

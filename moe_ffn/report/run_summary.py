@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.numbers import NONE, finite, number
 from moe_ffn.config.sizes import TRAINING_FLOPS
+from moe_ffn.ffn.routing_names import short_name
 from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, result_columns
-from moe_ffn.model.decoder import short_name
 from moe_ffn.notebook_cards import spread
-from moe_ffn.report.numbers import NONE, number
-from moe_ffn.runs.config import block_of, value_in_words
-from moe_ffn.runs.json_files import AlarmLine, finite
+from moe_ffn.runs.json_files import AlarmLine
+from moe_ffn.runs.options_in_words import block_of, value_in_words
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.training.config import AlarmsConfig

@@ -16,14 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_ffn.config.errors import printable
+from moe_ffn.config.numbers import compact
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.ffn import FFNConfig
+from moe_ffn.ffn.routing_names import short_name
 from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns
-from moe_ffn.model.decoder import short_name
-from moe_ffn.report.numbers import compact
 from moe_ffn.report.run_summary import EXTREMES, ExpertRow, TableCell, expert_rows
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig

@@ -40,7 +40,7 @@ def page(trace: TextTrace, intro: str = "") -> str:
         findings=findings(trace),
         legend=lines,
         dropped=DROPPED,
-        short=short,
+        weight_text=weight_text,
         empty_cell=empty_cell,
     )
 
@@ -77,7 +77,7 @@ def table(trace: TextTrace, width: int) -> RenderableType:
     """
     tokens = [_clip(token.token) for token in trace.tokens]
     predictions = [
-        f"{_clip(p.token)} {short(p.probability)}" if p else ""
+        f"{_clip(p.token)} {weight_text(p.probability)}" if p else ""
         for p in (token.prediction for token in trace.tokens)
     ]
     first_width = len(str(len(tokens))) + _GAP + max(map(cell_len, [*tokens, "entropy"]))
@@ -131,7 +131,7 @@ def _cells(trace: TextTrace, layer: Layer, width: int) -> list[Text]:
     """Return the cell of each token: its (expert, weight) pairs, as many per line as fit."""
     chosen = [choice for visit in trace.visits(layer) for choice in visit.choices]
     name = max((len(layer.experts[choice.expert]) for choice in chosen), default=1)
-    number = max((len(short(choice.weight)) for choice in chosen), default=1)
+    number = max((len(weight_text(choice.weight)) for choice in chosen), default=1)
     # A pair has an expert, a weight, a mark if it is dropped, and spaces.
     per_line = max(1, (width + 1) // (name + number + 3))
     cells: list[Text] = []
@@ -144,7 +144,7 @@ def _cells(trace: TextTrace, layer: Layer, width: int) -> list[Text]:
             if place:
                 cell.append("\n" if place % per_line == 0 else " ")
             style = "strike" if choice.dropped else f"#000000 on {colour_of(choice.expert)}"
-            pair = f"{layer.experts[choice.expert]:>{name}} {short(choice.weight):>{number}}"
+            pair = f"{layer.experts[choice.expert]:>{name}} {weight_text(choice.weight):>{number}}"
             cell.append(pair, style="" if layer.selects_tokens else style)
             cell.append(DROPPED if choice.dropped else " ")
         cells.append(cell)
@@ -157,7 +157,7 @@ def _clip(token: str) -> str:
     return set_cell_size(token, _MAX_TOKEN_WIDTH - 1).rstrip() + "…"
 
 
-def short(number: float) -> str:
+def weight_text(number: float) -> str:
     """Return a weight or probability in two or three characters: `.62`, `1.0`, `25`."""
     if not math.isfinite(number):
         return str(number)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +12,10 @@ from pydantic import Field, field_validator, model_validator
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.base import Config
-from moe_ffn.config.errors import ConfigError
-from moe_ffn.config.trust import only_trusted_code
-from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
-from moe_ffn.model.decoder import DecoderConfig, short_name
+from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.parametrization import ParameterScale
 from moe_ffn.runs.json_files import Facts
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
@@ -153,40 +149,3 @@ class Resume:
     """Options that the run began with, from its folder."""
     facts: Facts
     """Facts from the run's folder; empty if they are lost."""
-
-
-# -- a block in words
-
-
-def block_of(model: Any) -> str:
-    """Describe the feed-forward block in the section `model` of plain options.
-
-    Empty if its class is in untrusted code, or if this version cannot read the options.
-    """
-    with suppress(ConfigError), only_trusted_code(Path()):
-        ffn = validate(DecoderConfig, model).ffn
-        return ", ".join([ffn.describe(), *_non_default_options(ffn)])
-    return ""
-
-
-_SHOWN_ELSEWHERE = frozenset({"type", "num_experts", "k", "p", "d_ff", "backend"})
-"""Options of a block that its short description or its cost shows, and `backend`, which changes no result."""
-
-
-def _non_default_options(config: Config, prefix: str = "") -> Iterator[str]:
-    """Yield the options without their default value, as `router.scale 0.25`."""
-    for name, option in type(config).model_fields.items():
-        value, path = getattr(config, name), f"{prefix}{name}"
-        default = option.get_default(call_default_factory=True, validated_data={})
-        if isinstance(value, Config) and isinstance(default, Config):
-            yield from _non_default_options(value, f"{path}.")
-        elif name not in _SHOWN_ELSEWHERE and value != default:
-            plain = value.to_dict() if isinstance(value, Config) else value
-            yield f"{path} {value_in_words(plain)}"
-
-
-def value_in_words(value: Any) -> str:
-    """Return a plain value as text; for a section with a `type`, only that."""
-    if isinstance(value, Mapping) and value.get("type"):
-        return str(value["type"])
-    return value if isinstance(value, str) else json.dumps(value, default=str, skipkeys=True)

@@ -14,9 +14,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from moe_ffn.config.base import Config, TaggedConfig
+from moe_ffn.config.base import Config, TaggedConfig, children
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.import_path import Code, imported_code
 from moe_ffn.files import sha256_of
@@ -122,17 +120,8 @@ def tagged_parts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Tagg
     """Yield the path and the value of every part of a config that has a `type`, outer parts first."""
     if isinstance(value, TaggedConfig):
         yield path, value
-    for key, item in _items(value):
-        yield from tagged_parts(item, (*path, key))
-
-
-def _items(value: Any) -> Iterator[tuple[str | int, Any]]:
-    if isinstance(value, BaseModel):
-        yield from ((name, getattr(value, name)) for name in type(value).model_fields)
-    elif isinstance(value, Mapping):
-        yield from ((str(key), item) for key, item in value.items())
-    elif isinstance(value, list | tuple):
-        yield from enumerate(value)
+    for key, item in children(value):
+        yield from tagged_parts(item, (*path, str(key) if isinstance(value, Mapping) else key))
 
 
 def named_code(config: Config) -> list[Code]:

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -18,16 +19,11 @@ from typing import Any
 from moe_ffn.config.errors import ConfigError, command, expand_path, explaining, reading
 from moe_ffn.config.option_tree import differences, show_value
 from moe_ffn.config.yaml_files import read_config, read_yaml
-from moe_ffn.files import kind_of, open_file, read_object, write_file
+from moe_ffn.files import kind_of, open_file, read_object, try_lock, write_file
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.json_files import Facts
 
 log = logging.getLogger(__name__)
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "facts.json"
@@ -265,7 +261,7 @@ def is_training(folder: Path) -> bool | None:
     with suppress(OSError), open_file(folder / LOCK_FILE) as file:
         if _is_locked(file.fileno()):
             return True
-        if fcntl is not None and file.read() == platform.node().encode():
+        if sys.platform != "win32" and file.read() == platform.node().encode():
             return False
     return None
 
@@ -282,22 +278,15 @@ def _opened(folder: Path) -> Iterator[int]:
 def _take_lock(descriptor: int, folder: Path) -> None:
     """Take a lock; ConfigError if another process holds it, OSError if the file system has no locks."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
-    while fcntl is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"'{folder}' is being trained by another process; stop that one, or start a new run"
-                ) from None
-            time.sleep(0.05)
+    while not try_lock(descriptor):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"'{folder}' is being trained by another process; stop that one, or start a new run"
+            )
+        time.sleep(0.05)
 
 
 def _is_locked(descriptor: int) -> bool:
-    try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
+    with suppress(OSError):
+        return not try_lock(descriptor, shared=True)
     return False

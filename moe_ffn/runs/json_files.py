@@ -19,12 +19,6 @@ Value = float | None | list[float | None] | list[list[float | None]]
 """A metric: one number, one per expert, or one per pair of experts; None if not finite."""
 
 
-def finite(value: Any) -> float | None:
-    """Return the value if it is a finite number; None otherwise."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
-
-
 class JsonFile(BaseModel):
     """A JSON object; false if it is empty."""
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.kernels.memory import gigabytes, memory_limit
+from moe_ffn.config.numbers import gigabytes
+from moe_ffn.config.process_memory import memory_limit
 
 if TYPE_CHECKING:
     from moe_ffn.runs.config import TrainConfig

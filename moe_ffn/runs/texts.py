@@ -48,7 +48,7 @@ def check_documents(folder: Path, documents: Documents, instead: str = "start a 
         )
 
 
-def read_text(path: Path, limit: int | None = None) -> bytes:
+def read_text_bytes(path: Path, limit: int | None = None) -> bytes:
     """Return at most `limit` bytes of a text file; ConfigError if it cannot be read."""
     path = expand_path(str(path), "--text")
     try:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from moe_ffn.config.base import Config
+from moe_ffn.config.base import Config, mapped
 from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
 from moe_ffn.config.import_path import FileTag
 from moe_ffn.config.option_tree import merge, nest_options
@@ -285,7 +285,7 @@ class StudyConfig(Config, frozen=True):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, with absolute paths in `file.py:ClassName`."""
         free_form = {key: getattr(self, key) for key in ("config", "arms", "grid", "overrides")}
-        return _plain(super().to_dict() | free_form)
+        return mapped(super().to_dict() | free_form, _plain)
 
 
 @dataclass(frozen=True)
@@ -355,11 +355,12 @@ def _nested(options: Mapping[Any, Any]) -> Options:
 
 def _with_seed(value: Any, seed: int) -> Any:
     """Return options with the seed of a run in place of `{seed}` in their texts."""
-    if isinstance(value, str) and "{seed}" in value:
-        return value.replace("{seed}", str(seed))
-    if isinstance(value, Mapping):
-        return {key: _with_seed(item, seed) for key, item in value.items()}
-    return [_with_seed(item, seed) for item in value] if isinstance(value, list) else value
+
+    def named(leaf: Any) -> Any:
+        has_seed = isinstance(leaf, str) and "{seed}" in leaf
+        return leaf.replace("{seed}", str(seed)) if has_seed else leaf
+
+    return mapped(value, named)
 
 
 def _no_arm(name: str, arms: Sequence[str]) -> str:
@@ -395,10 +396,6 @@ def _sets(options: Any, path: Sequence[str]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
     if isinstance(value, FileTag):
         where, _, name = value.resolved.rpartition(":")
         return f"{Path(where).resolve()}:{name}"

@@ -14,7 +14,8 @@ from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.config.trust import only_trusted_code
 from moe_ffn.config.yaml_files import validate
-from moe_ffn.runs.config import TrainConfig, block_of, value_in_words
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.options_in_words import block_of, value_in_words
 from moe_ffn.studies.result import RunResult
 
 UNCOMPARED = ("seed", "run", "data.cache_dir", "logging", "checkpoints", "sample")

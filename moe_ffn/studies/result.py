@@ -16,12 +16,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.config.errors import ConfigError, explain, reading
+from moe_ffn.config.numbers import finite
 from moe_ffn.config.option_tree import flatten, lookup
+from moe_ffn.ffn.routing_names import is_inner
 from moe_ffn.files import read_bytes, write_atomically
-from moe_ffn.model.decoder import is_inner
 from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE
-from moe_ffn.runs.json_files import finite
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies.config import StudyConfig

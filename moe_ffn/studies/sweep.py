@@ -20,10 +20,11 @@ from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
 from moe_ffn.config.errors import ConfigError, explaining, first_line, printable, show
+from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.option_tree import differences
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
-from moe_ffn.files import make_folder, open_file, write_atomically
+from moe_ffn.files import make_folder, open_file, try_lock, write_atomically
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
@@ -31,11 +32,6 @@ from moe_ffn.runs.custom_code import comparable_options
 from moe_ffn.runs.json_files import Summary
 from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
 from moe_ffn.training.monitoring.hardware import num_cores
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 LOGS_FOLDER = "logs"
 """Subfolder of a study with the output of each run's process."""
@@ -246,11 +242,8 @@ def _yaml_compatible_json(value: Any) -> str:
 
 def _lock(file: BinaryIO) -> bool:
     """Lock a file; return False if another process holds the lock."""
-    try:
-        if fcntl is not None:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # another one: the file system has no locks
-        return not isinstance(error, BlockingIOError)
+    with suppress(OSError):  # the file system has no locks
+        return try_lock(file.fileno())
     return True
 
 
@@ -389,13 +382,6 @@ class Sweep:
                 process.send_signal(signal.SIGINT)
             for process in processes:
                 process.wait()
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds as `40 s`, `12 min` or `3.5 h`."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def write_study(study: StudyConfig, folder: Path) -> None:

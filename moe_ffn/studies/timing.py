@@ -15,9 +15,9 @@ from torch.profiler import record_function
 from torch.utils.benchmark import timer
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.process_memory import keep_freed_memory
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, prepare
-from moe_ffn.kernels.memory import keep_freed_memory
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.config import PlannedRun
 from moe_ffn.training.config import resolve_precision

@@ -22,6 +22,7 @@ from pydantic import Field
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, explaining
+from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.yaml_files import to_yaml, validate
 from moe_ffn.data.prepare import prepare
 from moe_ffn.files import write_atomically
@@ -32,7 +33,7 @@ from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import RunResult
 from moe_ffn.studies.statistics import mean_interval, seeds_needed
-from moe_ffn.studies.sweep import Sweep, format_duration, write_study
+from moe_ffn.studies.sweep import Sweep, write_study
 from moe_ffn.studies.timing import time_arms
 
 QUESTION_FILE = "which.yaml"
@@ -422,7 +423,7 @@ def _verdict(
     ends = sorted((abs(low), abs(high)))
     return (
         f"Use {better.name}: its loss is {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token lower "
-        f"than that of {other.name}{_time(sparse, dense) if mean < 0 else ''}."
+        f"than that of {other.name}{_time(dense, sparse) if mean < 0 else ''}."
     )
 
 
@@ -440,7 +441,7 @@ def _reversal(question: Question, dense: Arm, sparse: Arm, doublings: float) -> 
     )
 
 
-def _time(sparse: Arm, dense: Arm) -> str:
+def _time(dense: Arm, sparse: Arm) -> str:
     """Describe the time in which the Mixture of Experts reaches the loss of the dense block."""
     reached, dense_seconds = sparse.reached, dense.training_seconds
     if reached is None or reached.seconds is None or not dense_seconds:

@@ -19,7 +19,7 @@ from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import GatedFFN
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
-from moe_ffn.ffn.networks import memories, networks
+from moe_ffn.ffn.networks import hidden_units, networks
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.routing.balanced_assignment import assign
@@ -68,8 +68,8 @@ class CarveConfig(InitialiserConfig, frozen=True):
             target = self.target(config, d_model, layer)
             active: list[Tensor] = []
             for x, context in block_inputs(source, layer, ids_BS):
-                (memory,) = memories(dense, x, context)
-                active.append(most_active(memory.activations_NF, self.active_units))
+                (units,) = hidden_units(dense, x, context)
+                active.append(most_active(units.activations_NF, self.active_units))
             partition = partition_units(torch.cat(active), self.num_experts, self.num_shared)
             made[layer] = target, carve(dense, target, d_model, partition, generator)
         return with_blocks(source, made)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import ConfigError, command, first_line, show
+from moe_ffn.config.process_memory import memory_errors_as_config_errors
 from moe_ffn.config.trust import accepting_code, only_trusted_code
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
@@ -33,7 +34,6 @@ from moe_ffn.files import (
     split_into_files,
     write_file,
 )
-from moe_ffn.kernels.memory import memory_errors_as_config_errors
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.runs.custom_code import code_files, portable_options
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER

@@ -19,15 +19,15 @@ import torch
 
 from moe_ffn import build_ffn, load_pretrained
 from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
+from moe_ffn.config import process_memory
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.config.yaml_files import validate
-from moe_ffn.kernels import memory as machine_memory
-from moe_ffn.kernels.memory import (
+from moe_ffn.config.process_memory import (
     gigabytes,
     memory_limit,
     out_of_memory,
     require_table_memory,
 )
+from moe_ffn.config.yaml_files import validate
 from moe_ffn.runs import memory
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.memory import check_fits
@@ -109,7 +109,7 @@ def test_a_machine_without_containers_has_what_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    monkeypatch.setattr(machine_memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
+    monkeypatch.setattr(process_memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
     assert memory_limit() == machine
@@ -126,7 +126,7 @@ def test_a_machine_without_containers_has_what_it_has(
 def test_tables_larger_than_the_memory_of_their_device_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine_memory, "memory_limit", lambda: 100 * 3 * 4)
+    monkeypatch.setattr(process_memory, "memory_limit", lambda: 100 * 3 * 4)
     require_table_memory(100, 3, "a table", "advice")
     with torch.device("meta"):
         require_table_memory(10**9, 3, "a table", "advice")
@@ -240,7 +240,7 @@ def test_freed_memory_is_reused_without_new_pages() -> None:
     """Count the page faults of the same tensors, allocated repeatedly, of 1 MB and of 64."""
     code = """
 import resource, torch
-from moe_ffn.kernels.memory import keep_freed_memory
+from moe_ffn.config.process_memory import keep_freed_memory
 for prepare in (lambda: None, keep_freed_memory):
     prepare()
     for megabytes in (1, 64):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.report import page
-from moe_ffn.report.page import watch
+from moe_ffn.report.page import follow_runs
 from moe_ffn.report.plots import share_script
 from moe_ffn.report.studies.comparison_page import html_of_runs
 from tests.helpers.synthetic_run import age, write_run
@@ -93,7 +93,7 @@ def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
         if len(seen) == 3:
             (run / "summary.json").write_text('{"validation_loss": 2.0}')
 
-    watch([run], output, 7, said.append, go_on)
+    follow_runs([run], output, 7, said.append, go_on)
 
     assert seen == [(True, True, False), (True, False, True), (True, False, True)]
     assert said == [
@@ -115,7 +115,7 @@ def test_watch_waits_for_a_run_that_has_not_started(program: Program) -> None:
             write_run(Path("made"), experts=0, rows=20)
             Path("made").rename(run)
 
-    watch([run], Path("page.html"), 7, said.append, begin)
+    follow_runs([run], Path("page.html"), 7, said.append, begin)
 
     assert looks == [False, False, True, True]
     assert said == [
@@ -141,12 +141,12 @@ def test_watch_reports_an_interrupted_run(program: Program) -> None:
     def fall_silent(_seconds: float) -> None:
         age(run, 5000)
 
-    watch([run], Path("page.html"), 7, said.append, fall_silent)
+    follow_runs([run], Path("page.html"), 7, said.append, fall_silent)
     assert said[-1] == "run was interrupted: page.html"
     assert not reloads(Path("page.html"))
 
     runs = [run, dense(Path("whole"))]
-    watch(runs, Path("page.html"), 7, said.append, fall_silent, html_of_runs)
+    follow_runs(runs, Path("page.html"), 7, said.append, fall_silent, html_of_runs)
     assert said[-1] == "run was interrupted: page.html"
 
 

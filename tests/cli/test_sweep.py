@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 
 from moe_ffn.cli import sweep
+from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.yaml_files import parse_value, to_yaml
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import is_finished, locked
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import read_timing
-from moe_ffn.studies.sweep import Sweep, format_duration, training_command
+from moe_ffn.studies.sweep import Sweep, training_command
 from moe_ffn.studies.timing import StepTime
 from tests.helpers.tiny_runs import Finished, ForkedTraining, run_here
 

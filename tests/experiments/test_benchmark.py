@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmark import first_hour, models, suites
+from experiments.benchmark import models, new_gpu, suites
 from experiments.benchmark.layers import (
     AUTO,
     DENSE,
@@ -406,13 +406,13 @@ def test_the_least_time_is_that_of_the_flops_or_of_the_bytes() -> None:
 def test_the_first_hour_writes_what_each_section_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def breaks(hour: first_hour.Hour) -> list[str]:
+    def breaks(report: new_gpu.GPUReport) -> list[str]:
         raise RuntimeError("no kernel for this GPU\nand more")
 
-    monkeypatch.setitem(first_hour.SECTIONS, "profile", breaks)
-    monkeypatch.delitem(first_hour.BACKENDS, "triton")  # its interpreter takes half a minute
+    monkeypatch.setitem(new_gpu.SECTIONS, "profile", breaks)
+    monkeypatch.delitem(new_gpu.BACKENDS, "triton")  # its interpreter takes half a minute
     sections = ["machine", "exactness", "mixed-precision", "profile", "tests", "sanitizer"]
-    code = first_hour.main(["--output", str(tmp_path), "--patience", "1", "--only", *sections])
+    code = new_gpu.main(["--output", str(tmp_path), "--patience", "1", "--only", *sections])
 
     assert code == 0
     said = capsys.readouterr().out.splitlines()
@@ -437,11 +437,11 @@ def test_an_inexact_backend_is_something_to_look_at(monkeypatch: pytest.MonkeyPa
     def sloppy(x_TD: Tensor, plan: Any, weights: Any) -> Tensor:
         return 1.001 * BACKENDS["loop"].run(x_TD, plan, weights)
 
-    monkeypatch.setitem(first_hour.BACKENDS, "cpu", replace(BACKENDS["cpu"], run=sloppy))
-    monkeypatch.delitem(first_hour.BACKENDS, "triton")
-    hour = first_hour.Hour(CPU, Session((), CPU))
-    first_hour.exactness(hour)
-    (found,) = [line for line in hour.todo if "fp32" in line]
+    monkeypatch.setitem(new_gpu.BACKENDS, "cpu", replace(BACKENDS["cpu"], run=sloppy))
+    monkeypatch.delitem(new_gpu.BACKENDS, "triton")
+    report = new_gpu.GPUReport(CPU, Session((), CPU))
+    new_gpu.exactness(report)
+    (found,) = [line for line in report.todo if "fp32" in line]
     assert re.match(r"cpu in fp32 is \d{4}\.\d times as inexact as `loop`\.", found)
 
 
@@ -455,7 +455,7 @@ def test_each_tile_of_each_kernel_is_timed() -> None:
         return next(seconds)
 
     candidates = {"hidden": [(16, 24, 16, 1, 1), (16, 32, 16, 1, 1)]}  # 24 is no power of 2
-    rows = time_tiles(*first_hour.arguments_of(case), seconds_of, candidates)
+    rows = time_tiles(*new_gpu.arguments_of(case), seconds_of, candidates)
     assert [row[:2] for row in rows[:2]] == [
         ["hidden", "16, 32, 16, 1, 1"],
         ["hidden", "as chosen"],
@@ -473,7 +473,7 @@ def test_an_existing_page_is_not_replaced(tmp_path: Path) -> None:
     page = tmp_path / "cpu.md"
     page.write_text("by hand")
     with pytest.raises(ConfigError) as rejected:
-        first_hour.main(["--output", str(tmp_path), "--only", "machine"])
+        new_gpu.main(["--output", str(tmp_path), "--only", "machine"])
     assert (
         str(rejected.value) == f"--output: {page} exists; give another folder, or remove that page"
     )
@@ -485,7 +485,7 @@ def test_a_folder_that_cannot_be_written_is_rejected_before_anything_is_measured
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as rejected:
-        first_hour.main(["--output", str(tmp_path / "file"), "--only", "machine"])
+        new_gpu.main(["--output", str(tmp_path / "file"), "--only", "machine"])
     said = f"--output: '{tmp_path}/file' cannot be written ("
     assert str(rejected.value).startswith(said)
     assert str(rejected.value).endswith("); choose another folder")

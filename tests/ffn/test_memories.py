@@ -1,6 +1,6 @@
 """Hidden units as key-value memories, whose activations times values are the output of a block.
 
-Also a chain of experts: names, routers and memories of its rounds; its output is in `test_compositions`.
+Also a chain of experts: names, routers and hidden units of its rounds; its output is in `test_compositions`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
 from moe_ffn.ffn import FFNBlock
-from moe_ffn.ffn.networks import memories
+from moe_ffn.ffn.networks import hidden_units
 
 D, B, S = 8, 2, 6
 
@@ -50,24 +50,24 @@ def test_the_output_is_the_sum_of_activations_times_values(name: str, padded: bo
     context = TokenContext(mask=mask, token_ids=torch.randint(0, 50, (B, S)))
     with torch.no_grad():
         output = ffn(x, context)
-        found = memories(ffn, x, context)
+        found = hidden_units(ffn, x, context)
 
     sums = torch.zeros(B * S, D, dtype=torch.float64)
-    for memory in found:
-        weights = torch.ones(len(memory.token_indices_N), dtype=torch.float64)
+    for units in found:
+        weights = torch.ones(len(units.token_indices_N), dtype=torch.float64)
         routings: list[Any] = list(output.routings.values()) or [None]
         *outer, inner = routings
-        if memory.name.startswith("expert"):
-            chosen = inner.computed_N & (inner.expert_ids_N == int(memory.name.split()[1]))
+        if units.name.startswith("expert"):
+            chosen = inner.computed_N & (inner.expert_ids_N == int(units.name.split()[1]))
             weights = inner.weights_N[chosen]
-        gates = outer if memory.name.startswith("expert") else [r for r in [inner] if r is not None]
+        gates = outer if units.name.startswith("expert") else [r for r in [inner] if r is not None]
         for gate in gates if name.startswith("mixture") else []:
             of_token = torch.zeros(B * S, dtype=torch.float64)
             of_token[gate.token_indices_N] = gate.weights_N
-            weights = weights * of_token[memory.token_indices_N]
-        added = weights[:, None] * (memory.activations_NF @ memory.values_FD)
-        sums.index_add_(0, memory.token_indices_N, added)
-        assert mask.flatten()[memory.token_indices_N].all(), "padding came to a network"
+            weights = weights * of_token[units.token_indices_N]
+        added = weights[:, None] * (units.activations_NF @ units.values_FD)
+        sums.index_add_(0, units.token_indices_N, added)
+        assert mask.flatten()[units.token_indices_N].all(), "padding came to a network"
 
     real = mask.flatten()
     torch.testing.assert_close(sums[real], output.hidden.reshape(-1, D)[real])
@@ -78,7 +78,7 @@ def test_a_convolution_s_value_is_what_a_unit_adds_at_its_own_position(
     causal: bool, own: int
 ) -> None:
     ffn: Any = built({"type": "conv", "kernel_size": 3, "causal": causal})
-    values_FD = memories(ffn, torch.randn(1, S, D, dtype=torch.float64))[0].values_FD
+    values_FD = hidden_units(ffn, torch.randn(1, S, D, dtype=torch.float64))[0].values_FD
     hidden = torch.zeros(1, S, 4 * D, dtype=torch.float64)
     hidden[0, 3, 5] = 1
 
@@ -90,8 +90,8 @@ def test_a_convolution_s_value_is_what_a_unit_adds_at_its_own_position(
 def test_blocks_without_token_units_have_no_memories() -> None:
     x: Tensor = torch.randn(B, S, D, dtype=torch.float64)
 
-    assert memories(built("identity"), x) == []
-    assert memories(built("soft_moe"), x) == []
+    assert hidden_units(built("identity"), x) == []
+    assert hidden_units(built("soft_moe"), x) == []
 
 
 def test_dropout_is_not_part_of_an_activation() -> None:
@@ -99,16 +99,16 @@ def test_dropout_is_not_part_of_an_activation() -> None:
     x = torch.randn(B, S, D, dtype=torch.float64)
 
     torch.testing.assert_close(
-        memories(ffn, x)[0].activations_NF, memories(ffn.eval(), x)[0].activations_NF
+        hidden_units(ffn, x)[0].activations_NF, hidden_units(ffn.eval(), x)[0].activations_NF
     )
 
 
 def test_memories_are_named_after_their_network() -> None:
     ffn = built({"type": "moe", "num_experts": 2, "shared_expert": "dense"})
 
-    found = memories(ffn, torch.randn(B, S, D, dtype=torch.float64))
+    found = hidden_units(ffn, torch.randn(B, S, D, dtype=torch.float64))
 
-    assert [memory.name for memory in found] == ["expert 0", "expert 1", "shared expert"]
+    assert [units.name for units in found] == ["expert 0", "expert 1", "shared expert"]
 
 
 # -- a chain of experts
@@ -153,14 +153,14 @@ def test_the_identity_and_its_memories_are_the_output() -> None:
     output = chain(x)
     assert list(output.routings) == NAMES
     sums = x.flatten(0, 1).clone()
-    found = iter(memories(chain, x))
+    found = iter(hidden_units(chain, x))
     for routing in output.routings.values():
         for expert in range(NUM_EXPERTS):
-            memory = next(found)
-            assert memory.name == f"expert {expert}"
+            units = next(found)
+            assert units.name == f"expert {expert}"
             weights_N = routing.weights_N[routing.expert_ids_N == expert]
-            added_ND = weights_N[:, None] * (memory.activations_NF @ memory.values_FD)
-            sums.index_add_(0, memory.token_indices_N, added_ND)
+            added_ND = weights_N[:, None] * (units.activations_NF @ units.values_FD)
+            sums.index_add_(0, units.token_indices_N, added_ND)
     assert next(found, None) is None
     torch.testing.assert_close(sums.view_as(x), output.hidden)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_ffn import ConfigError, FFNBlock, TokenContext, build_ffn
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.ffn.networks import memories, networks
+from moe_ffn.ffn.networks import hidden_units, networks
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.weights.upcycle import as_experts
 
@@ -175,8 +175,8 @@ def test_parameters_are_counted_and_padding_contents_are_ignored(
     has_networks = config == CONFIGS["average-k1"]
     assert (networks(moe) is not None) == has_networks
     shared_alone = config.get("shared_expert") == DENSE
-    has_memories = has_networks or shared_alone or config == CONFIGS["biased"]
-    assert bool(memories(moe, x_BSD)) == has_memories
+    has_units = has_networks or shared_alone or config == CONFIGS["biased"]
+    assert bool(hidden_units(moe, x_BSD)) == has_units
 
 
 def test_noise_of_the_block_reaches_router_and_experts_alike() -> None:

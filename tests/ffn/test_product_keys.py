@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.config import process_memory
 from moe_ffn.config.yaml_files import validate
-from moe_ffn.kernels import memory
 from moe_ffn.metrics import ListMetrics, LoadMetrics
 from moe_ffn.outputs import PairsOnlyRouting
 from moe_ffn.runs.config import TrainConfig
@@ -218,7 +218,7 @@ def test_a_step_makes_nothing_of_the_size_of_e_but_gradients(form: str) -> None:
 @contextmanager
 def machine_of(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:
-        patched.setattr(memory, "memory_limit", lambda: num_bytes)
+        patched.setattr(process_memory, "memory_limit", lambda: num_bytes)
         yield
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn
+from moe_ffn.config import process_memory
 from moe_ffn.config.errors import UseCase
 from moe_ffn.ffn.ngram_memory import NgramMemoryConfig, NgramMemoryFFN, NgramTables
-from moe_ffn.kernels import memory
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.routing.base import Float32RMSNorm
 from moe_ffn.training.optimizer import OptimizerConfig, split_by_decay
@@ -171,7 +171,7 @@ def test_adam_scales_the_rate_of_table_rows_and_never_decays_them() -> None:
 
 
 def test_tables_larger_than_the_machine_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_limit", lambda: 10**12)
+    monkeypatch.setattr(process_memory, "memory_limit", lambda: 10**12)
     options = {"type": "ngram_memory", "ffn": "dense", "num_rows": 10**9, "row_width": 4096}
     with pytest.raises(ConfigError) as raised:
         build_ffn(options, D)

@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import models
-from experiments.models import SMALL, build_empty, build_theirs, compare, config_of, shown_config
+from experiments import published_blocks
+from experiments.published_blocks import (
+    SMALL,
+    build_empty,
+    build_theirs,
+    compare,
+    config_of,
+    shown_config,
+)
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.ffn import FFNConfig
@@ -142,7 +149,7 @@ def test_other_options_of_theirs_are_read_too(
 ) -> None:
     entry = COMPARED[model]
     changed = entry.with_changes(small={**entry.small, **options})
-    monkeypatch.setattr(models, "BLOCKS", {model: changed})
+    monkeypatch.setattr(published_blocks, "BLOCKS", {model: changed})
     for training in (False, True) if model in TRAINED else (False,):
         errors = compare(model, training=training)
         assert max(errors.values()) < 3e-6, errors
@@ -188,8 +195,8 @@ def test_a_block_that_is_compared_only_in_evaluation_is_the_same_in_training(mod
     ids_BS = torch.arange(12).view(2, 6)
 
     def output(training: bool) -> torch.Tensor:
-        with models.same_noise(), torch.no_grad():
-            return models.call_theirs(theirs.train(training), x_BSD * 1, ids_BS)
+        with published_blocks.same_noise(), torch.no_grad():
+            return published_blocks.call_theirs(theirs.train(training), x_BSD * 1, ids_BS)
 
     assert torch.equal(output(training=True), output(training=False))
 
@@ -202,11 +209,11 @@ def test_the_config_that_the_page_shows_can_be_built(model: str) -> None:
 def test_the_page_is_what_the_command_writes() -> None:
     zero = {"output": 0.0, "x": 0.0}
     numbers = re.compile(r"(?<=\| )\d+e[+-]\d+(?= \|)")
-    written = numbers.sub("", models.page(dict.fromkeys(COMPARED, zero)))
+    written = numbers.sub("", published_blocks.page(dict.fromkeys(COMPARED, zero)))
 
     found = PAGE.read_text(encoding="utf-8")
 
-    assert numbers.sub("", found) == written, "python -m experiments.models"
+    assert numbers.sub("", found) == written, "python -m experiments.published_blocks"
     assert max(map(float, numbers.findall(found))) <= 3e-6
 
 

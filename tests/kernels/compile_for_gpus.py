@@ -31,6 +31,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from moe_ffn.kernels.activations import ClampedSwiGLU
+from moe_ffn.kernels.autograd import encode_gate
 from moe_ffn.kernels.triton import launch
 
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -83,7 +85,8 @@ class Model:
         indices += [empty(N, like=torch.int64), empty(T + 1, like=torch.int64)]
         tensors = [x_TD, weights_N, empty(E, H, D), empty(E, D, F), *biases, *adapters, *indices]
         tensors += [empty(N, F, given=self.dropout)]
-        options = self.activation, None if self.clamp is None else list(self.clamp), dtype
+        gate = None if self.clamp is None else ClampedSwiGLU(*self.clamp)
+        options = self.activation, encode_gate(gate), self.gated, False, dtype
         _, pre_NH = launch.experts._init_fn(*tensors, *options, self.training)
         if self.training:
             launch.experts_backward._init_fn(x_TD, *tensors, pre_NH, *options, [True] * 10)

@@ -127,7 +127,7 @@ def test_the_operators_of_triton_are_what_torch_asks_for(
     tensors = [None if value is None else value.detach() for value in arguments[:15]]
     y_TD, pre_NH = (value.detach() for value in launch.experts(*arguments))
     for wanted in ([True] * 10, [False, True, True, *[False] * 7]):
-        given = (torch.randn_like(y_TD), *tensors, pre_NH, *arguments[15:18], wanted)
+        given = (torch.randn_like(y_TD), *tensors, pre_NH, *arguments[15:20], wanted)
         opcheck(launch.experts_backward, given)
 
 

@@ -15,8 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import Decoder, DecoderConfig, FFNConfig, TokenContext
 from moe_ffn.config.errors import UseCase
-from moe_ffn.ffn.base import prefix_names, round_name
-from moe_ffn.model.decoder import DecoderOutput, is_inner, layer_name, layer_number, short_name
+from moe_ffn.ffn.routing_names import (
+    is_inner,
+    layer_name,
+    layer_number,
+    prefix_names,
+    round_name,
+    short_name,
+)
+from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.outputs import FFNOutput

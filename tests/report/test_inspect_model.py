@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import train_bpe
-from moe_ffn.ffn.networks import Memory
+from moe_ffn.ffn.networks import HiddenUnits
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing
 from moe_ffn.report.expert_tokens import NOT_REACHED, Assignment, expert_tokens, text_positions
@@ -192,7 +192,7 @@ def test_a_unit_that_answers_to_a_position_in_the_line() -> None:
     inputs = TopInputs(10)
     activations = torch.full((len(text), 1), 0.1)
     activations[torch.from_numpy(chosen)] = 1
-    inputs.add(Memory("", torch.arange(len(text)), activations, torch.zeros(1, D)), first=0)
+    inputs.add(HiddenUnits("", torch.arange(len(text)), activations, torch.zeros(1, D)), first=0)
     units = layer_units(3, {"": inputs}, text, decoder_of(DENSE, LETTERS))
 
     assert units.kind_U.tolist() == ["position in line"]
@@ -256,7 +256,7 @@ def test_the_top_inputs_are_those_of_all_batches_together() -> None:
     for start in range(0, 300, 60):
         ids = torch.arange(0, 60, 2)  # every second token came to this network
         part = everything[start : start + 60][ids]
-        inputs.add(Memory("", ids, part, torch.zeros(7, D)), first=start)
+        inputs.add(HiddenUnits("", ids, part, torch.zeros(7, D)), first=start)
     activations, tokens, signs = inputs.of_main_sign()
 
     came = torch.arange(0, 300, 2)
@@ -272,9 +272,9 @@ def test_the_top_inputs_are_those_of_all_batches_together() -> None:
 
 def test_a_network_that_saw_fewer_tokens_than_are_kept_has_none_for_the_rest() -> None:
     inputs = TopInputs(5)
-    inputs.add(Memory("", torch.tensor([1, 4]), torch.ones(2, 3), torch.zeros(3, D)), first=0)
+    inputs.add(HiddenUnits("", torch.tensor([1, 4]), torch.ones(2, 3), torch.zeros(3, D)), first=0)
     inputs.add(
-        Memory("", torch.tensor([], dtype=torch.int64), torch.ones(0, 3), torch.zeros(3, D)), 9
+        HiddenUnits("", torch.tensor([], dtype=torch.int64), torch.ones(0, 3), torch.zeros(3, D)), 9
     )
     activations, tokens, _ = inputs.of_main_sign()
 

@@ -26,7 +26,7 @@ from moe_ffn.report.trace import (
     visits_by_layer,
     visits_of,
 )
-from moe_ffn.report.trace_view import PALETTE, colour_of, page, short
+from moe_ffn.report.trace_view import PALETTE, colour_of, page, weight_text
 from tests.helpers.browser import PHONE, opened
 
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.125, 0.75, 0.125]])
@@ -172,7 +172,7 @@ def test_every_token_can_be_seen(token: bytes, shown: str) -> None:
     ],
 )
 def test_weights_are_short(number: float, text: str) -> None:
-    assert short(number) == text
+    assert weight_text(number) == text
 
 
 def test_experts_share_the_colours_of_the_palette_in_turn() -> None:

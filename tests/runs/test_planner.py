@@ -14,10 +14,10 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.numbers import compact
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.report.numbers import compact
 from moe_ffn.runs import planner
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import (

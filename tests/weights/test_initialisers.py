@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from moe_ffn import ConfigError, DecoderConfig, build_ffn
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
-from moe_ffn.ffn.networks import memories, networks
+from moe_ffn.ffn.networks import hidden_units, networks
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights import (
     CarveConfig,
@@ -226,14 +226,14 @@ def test_a_carved_block_with_every_expert_on_is_the_dense_one(num_shared: int) -
 
 def test_the_router_of_a_carved_block_is_a_unit_of_each_expert() -> None:
     dense = block_of(DENSE["swiglu"])
-    (memory,) = memories(dense, tokens())
-    partition = partition_units(most_active(memory.activations_NF, 4), 4, 2)
+    (units,) = hidden_units(dense, tokens())
+    partition = partition_units(most_active(units.activations_NF, 4), 4, 2)
     config = carved_with(2, 2).target(dense.config, D, 0)  # pyright: ignore[reportArgumentType]
     routing = carve(dense, config, D, partition, seeded())(tokens()).routing
 
     assert routing is not None
     assert routing.logits_TE is not None
-    units_TE = memory.activations_NF[:, partition.experts_EM[:, 0]].abs()
+    units_TE = units.activations_NF[:, partition.experts_EM[:, 0]].abs()
     torch.testing.assert_close(routing.logits_TE, units_TE)
     chosen = routing.expert_ids_N.view(-1, 2).sort().values
     assert torch.equal(chosen, units_TE.topk(2).indices.sort().values)

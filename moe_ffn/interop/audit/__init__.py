@@ -26,7 +26,7 @@ from moe_ffn.interop.audit.order import check_order
 from moe_ffn.interop.audit.probe import Probe, checked_batch, mode
 from moe_ffn.interop.audit.structure import (
     K_OPTIONS,
-    check_experts,
+    check_expert_weights,
     check_left_out,
     check_structure,
     option_of,
@@ -75,7 +75,7 @@ def audit(
         unreached = [layer.name for layer in probe.layers if layer not in probe.reached]
         why = "no token of this batch reaches this layer"
         findings += [NUMBERS.at(name).skips(why) for name in unreached]
-        findings += [*check_experts(probe), *check_gradients(probe)]
+        findings += [*check_expert_weights(probe), *check_gradients(probe)]
         if objective is None:
             trains = optimizer is not None
             findings += check_balancing(probe, trains=trains, accumulation=accumulation)

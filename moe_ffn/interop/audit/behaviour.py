@@ -154,7 +154,7 @@ def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     mask = probe.mask_BS[:, :half]
     before, after = (run.logits_BSV[:, :half][mask] for run in (passed, again))
     change, limit = _change(probe, before, after)
-    sentence = f"logits change by {brief(change)} of the largest when later tokens are altered"
+    sentence = f"logits change by {size_text(change)} of the largest when later tokens are altered"
     if change > limit:
         layer = _first_flip(passed, again, ids_BS.shape, half)
         where = f"; experts of earlier tokens change first in {layer}" if layer else ""
@@ -173,7 +173,7 @@ def _sees_later_tokens(probe: Probe) -> bool:
     return "MaskedLM" in type(probe.base).__name__
 
 
-def brief(change: float) -> str:
+def size_text(change: float) -> str:
     return f"{change:.1e}" if change else "0"
 
 
@@ -218,7 +218,7 @@ def _determinism(probe: Probe, passed: Outputs) -> Iterator[Finding]:
         worst = max(worst, change)
     yield DETERMINISM.requires(
         worst <= limit,
-        f"a sequence alone and in the batch: logits differ by {brief(worst)} of the largest",
+        f"a sequence alone and in the batch: logits differ by {size_text(worst)} of the largest",
         "look for a capacity or a router that compares tokens of several sequences; remove it in evaluation",
     )
 

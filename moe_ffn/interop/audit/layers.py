@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.experts.base import Experts
 from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.routing_names import layer_name
 from moe_ffn.interop.routings import is_experts, layer_of
-from moe_ffn.model.decoder import layer_name
 
 Kind = Literal["moe_ffn", "fused", "listed"]
 """Our block; experts as one module with stacked tensors; or a list of one module for each expert."""

@@ -104,7 +104,7 @@ def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
     return {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()}
 
 
-def check_experts(probe: Probe) -> Iterator[Finding]:
+def check_expert_weights(probe: Probe) -> Iterator[Finding]:
     """Find experts that are equal, or whose matrix is zero while those of other experts are not."""
     for layer in probe.layers:
         samples = _samples(layer)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, first_line
-from moe_ffn.interop.diff.difference import ModelDifference, PositionDifference, short
+from moe_ffn.ffn.routing_names import is_inner, layer_number, short_name
+from moe_ffn.interop.diff.difference import ModelDifference, PositionDifference, two_digits
 from moe_ffn.interop.diff.models import (
     DTYPES,
     MAX_LENGTH,
@@ -32,11 +33,10 @@ from moe_ffn.interop.diff.models import (
 from moe_ffn.interop.load_models import require_known_ids
 from moe_ffn.interop.replaying import read_experts, recorded_layers, replay, unable_to_replay
 from moe_ffn.interop.routings import watch
-from moe_ffn.model.decoder import is_inner, layer_number, short_name
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import no_tokenizer
 
-__all__ = ["DTYPES", "ModelDifference", "diff", "short"]
+__all__ = ["DTYPES", "ModelDifference", "diff", "two_digits"]
 
 TOKENS_PER_PASS, LOGITS_PER_PASS = 2048, 2**27
 """Limits on a pass: tokens, and numbers in its logits."""

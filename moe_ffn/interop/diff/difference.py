@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_ffn.model.decoder import short_name
+from moe_ffn.ffn.routing_names import short_name
 
 ROUNDING = 1e-9
 """Divergence, in nats per token, below which a difference counts as rounding of float32."""
@@ -131,8 +131,8 @@ class ModelDifference:
                 f"nats per token (logits by up to {self.largest_logit:.1g})."
             )
         return (
-            f"{_capital(weights)}, and the predictions differ by a KL of {short(self.kl)} nats per token "
-            f"(logits by up to {short(self.largest_logit)})."
+            f"{_capital(weights)}, and the predictions differ by a KL of {two_digits(self.kl)} nats per "
+            f"token (logits by up to {two_digits(self.largest_logit)})."
         )
 
     def _routing(self) -> str:
@@ -146,7 +146,7 @@ class ModelDifference:
         if self.kl_replayed is None:
             return f"{flips}."
         whose = "the record" if self.recorded else "A"
-        replayed = f"{flips}; with the experts of {whose} the KL is {short(self.kl_replayed)}"
+        replayed = f"{flips}; with the experts of {whose} the KL is {two_digits(self.kl_replayed)}"
         share = self.routing_share
         if share is None:
             return f"{replayed}."
@@ -156,7 +156,7 @@ class ModelDifference:
         return f"{replayed}: {result}."
 
 
-def short(number: float) -> str:
+def two_digits(number: float) -> str:
     """Return a number with two digits."""
     return f"{number:#.2g}".rstrip(".")
 

@@ -16,6 +16,7 @@ from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.routing_names import short_name
 from moe_ffn.files import kind_of
 from moe_ffn.interop.diff.difference import TensorDifference
 from moe_ffn.interop.load_models import (
@@ -33,7 +34,7 @@ from moe_ffn.interop.replaying import count_experts
 from moe_ffn.interop.routings import routing_modules
 from moe_ffn.interop.transformers import register
 from moe_ffn.kernels.select import BackendName
-from moe_ffn.model.decoder import Decoder, short_name
+from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import dtype_name
 from moe_ffn.runs.folder import is_run
 from moe_ffn.runs.reader import load_run

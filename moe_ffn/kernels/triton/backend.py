@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from moe_ffn.kernels.activations import ClampedSwiGLU
+from moe_ffn.kernels.autograd import run_operator
 from moe_ffn.kernels.base import (
     NO_TRANSFORMS,
     ExpertWeights,
     compute_dtype,
     dropout_mask,
     is_transform_on,
-    needs_gradient,
 )
 from moe_ffn.outputs import Plan
 
@@ -36,23 +36,10 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """
     from moe_ffn.kernels.triton.launch import experts  # imports triton, which is optional
 
-    dtype = compute_dtype(x_TD)
-    ranks_N, starts = _pairs_by_token(plan, x_TD.shape[0])
-    differentiable = (x_TD, plan.weights_N, *weights.parameters)
-    clamped = weights.gate_function if isinstance(weights.gate_function, ClampedSwiGLU) else None
-    y_TD, _ = experts(
-        *differentiable,
-        plan.token_indices_N,
-        plan.offsets_E,
-        ranks_N,
-        starts,
-        dropout_mask(plan.token_indices_N.shape[0], weights, dtype, x_TD.device),
-        weights.activation,
-        None if clamped is None else [clamped.alpha, clamped.limit],
-        dtype,
-        needs_gradient(*differentiable),
-    )
-    return y_TD
+    num_pairs, dtype = plan.token_indices_N.shape[0], compute_dtype(x_TD)
+    dropout_NF = dropout_mask(num_pairs, weights, dtype, x_TD.device)
+    order = _pairs_by_token(plan, x_TD.shape[0])
+    return run_operator(experts, x_TD, plan, weights, order, dropout_NF)
 
 
 def unsupported_reason(x_TD: Tensor, weights: ExpertWeights) -> str | None:

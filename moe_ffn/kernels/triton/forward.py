@@ -84,7 +84,7 @@ def round_kernel(input_ptr, output_ptr, count, BLOCK: tl.constexpr):
     """Write the input rounded to tf32."""
     indices = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(input_ptr + indices, mask=indices < count)
-    tl.store(output_ptr + indices, as_operand(x, "tf32"), mask=indices < count)
+    tl.store(output_ptr + indices, as_operand(x, "tf32"), mask=indices < count)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit

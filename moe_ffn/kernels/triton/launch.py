@@ -10,6 +10,7 @@ width
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from moe_ffn.kernels.autograd import NUM_GRADIENTS, register
+from moe_ffn.kernels.activations import ClampedSwiGLU
+from moe_ffn.kernels.autograd import DIFFERENTIABLE, Gradients, Inputs, define
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.triton.backward import (
     bias_gradient_kernel,
     hidden_gradient_kernel,
@@ -200,16 +203,14 @@ def _product_options(dtype: torch.dtype) -> dict[str, Any]:
     return {"PRECISION": "interpreted" if knobs.runtime.interpret else precision, **_FUSED}
 
 
-def _activation(
-    name: str, clamp: list[float] | None, up_EHD: Tensor, down_EDF: Tensor
-) -> dict[str, Any]:
-    """Return the arguments of the activation; `clamp` is (alpha, limit) of a clamped SwiGLU."""
-    alpha, limit = clamp or (0.0, 0.0)
+def _activation(weights: ExpertWeights) -> dict[str, Any]:
+    gate = weights.gate_function
+    clamped = gate if isinstance(gate, ClampedSwiGLU) else None
     return {
-        "alpha": alpha,
-        "limit": limit,
-        "ACTIVATION": name if clamp is None else "clamped_swiglu",
-        "GATED": up_EHD.shape[1] != down_EDF.shape[2],
+        "alpha": 0.0 if clamped is None else clamped.alpha,
+        "limit": 0.0 if clamped is None else clamped.limit,
+        "ACTIVATION": weights.activation if clamped is None else "clamped_swiglu",
+        "GATED": weights.gated,
     }
 
 
@@ -328,93 +329,49 @@ def _contiguous(bias: Tensor | None) -> Tensor | None:
 # ---------------------------------------------------------------------------- torch operators
 
 
-@torch.library.custom_op("moe_ffn::experts", mutates_args=())
-def experts(
-    x_TD: Tensor,
-    weights_N: Tensor,
-    up_EHD: Tensor,
-    down_EDF: Tensor,
-    up_bias_EH: Tensor | None,
-    down_bias_ED: Tensor | None,
-    up_a_ERD: Tensor | None,
-    up_b_EHR: Tensor | None,
-    down_a_ERF: Tensor | None,
-    down_b_EDR: Tensor | None,
-    token_indices_N: Tensor,
-    offsets_E: Tensor,
-    ranks_N: Tensor,
-    starts: Tensor,
-    dropout_NF: Tensor | None,
-    activation: str,
-    clamp: list[float] | None,
-    dtype: torch.dtype,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def _forward(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor]:
     """Return y_TD and the pre-activations (N, H), with 0 rows if there is no backward pass."""
+    x_TD, weights, dtype = inputs.x_TD, inputs.weights, inputs.dtype
+    ranks_N, starts = inputs.order
     with torch.cuda.device_of(x_TD):  # Triton launches on the current device
-        rows = Rows(token_indices_N, offsets_E, dtype)
+        up_EHD, up_bias_EH, up_a_ERD, up_b_EHR = weights.first
+        down_EDF, down_bias_ED, down_a_ERF, down_b_EDR = weights.second
+        rows = Rows(inputs.token_indices_N, inputs.offsets_E, dtype)
         x_rows_TD, (_, width, d_model) = _operand(x_TD, dtype), up_EHD.shape
-        hidden_NF, tile = rows.empty(down_EDF.shape[2]), rows.tile("hidden")
+        hidden_NF, tile = rows.empty(weights.d_ff), rows.tile("hidden")
         pre_NH = rows.empty(width) if keep else None
         added_NH = None
         if up_a_ERD is not None and up_b_EHR is not None:
-            x_ND = x_rows_TD.index_select(0, token_indices_N)
+            x_ND = x_rows_TD.index_select(0, rows.token_indices_N)
             added_NH = _adapter(rows, x_ND, _operand(up_a_ERD, dtype), _operand(up_b_EHR, dtype))
-        _hidden_kernel[rows.grid(tile, hidden_NF.shape[1])](
-            *(
-                x_rows_TD,
-                _operand(up_EHD, dtype),
-                _contiguous(up_bias_EH),
-                dropout_NF,
-                token_indices_N,
-            ),
+        _hidden_kernel[rows.grid(tile, weights.d_ff)](
+            *(x_rows_TD, _operand(up_EHD, dtype), _contiguous(up_bias_EH)),
+            *(inputs.dropout_NF, rows.token_indices_N),
             added_ptr=added_NH,
             pre_ptr=pre_NH,
             hidden_ptr=hidden_NF,
             x_stride=x_rows_TD.stride(0),
             D=d_model,
-            F=hidden_NF.shape[1],
+            F=weights.d_ff,
             **rows.arguments(tile),
-            **_activation(activation, clamp, up_EHD, down_EDF),
+            **_activation(weights),
         )
         y_ND = _product(rows, hidden_NF, _operand(down_EDF, dtype), down_bias_ED)
         if down_a_ERF is not None and down_b_EDR is not None:
             factors = _operand(down_a_ERF, dtype), _operand(down_b_EDR, dtype)
             y_ND += _adapter(rows, hidden_NF, *factors)
-        y_TD = _combine(rows, y_ND, weights_N, ranks_N, starts, x_TD.dtype)
+        y_TD = _combine(rows, y_ND, inputs.weights_N, ranks_N, starts, x_TD.dtype)
         return y_TD, hidden_NF.new_empty(0, width) if pre_NH is None else pre_NH
 
 
-@torch.library.custom_op("moe_ffn::experts_backward", mutates_args=())
-def experts_backward(
-    dy_TD: Tensor,
-    x_TD: Tensor,
-    weights_N: Tensor,
-    up_EHD: Tensor,
-    down_EDF: Tensor,
-    up_bias_EH: Tensor | None,
-    down_bias_ED: Tensor | None,
-    up_a_ERD: Tensor | None,
-    up_b_EHR: Tensor | None,
-    down_a_ERF: Tensor | None,
-    down_b_EDR: Tensor | None,
-    token_indices_N: Tensor,
-    offsets_E: Tensor,
-    ranks_N: Tensor,
-    starts: Tensor,
-    dropout_NF: Tensor | None,
-    pre_NH: Tensor,
-    activation: str,
-    clamp: list[float] | None,
-    dtype: torch.dtype,
-    wanted: list[bool],
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # one for each of NUM_GRADIENTS
-    """Return the gradients of x, the pairs' weights and the parameters; empty if not wanted."""
+def _backward(inputs: Inputs, pre_NH: Tensor, dy_TD: Tensor, wanted: Sequence[bool]) -> Gradients:
+    x_TD, weights, dtype = inputs.x_TD, inputs.weights, inputs.dtype
+    ranks_N, starts = inputs.order
     with torch.cuda.device_of(x_TD):
-        rows = Rows(token_indices_N, offsets_E, dtype)
-        dy_TD, (_, d_model, d_ff) = _operand(dy_TD, dtype), down_EDF.shape
+        up_EHD, _, up_a_ERD, up_b_EHR = weights.first
+        down_EDF, down_bias_ED, down_a_ERF, down_b_EDR = weights.second
+        rows = Rows(inputs.token_indices_N, inputs.offsets_E, dtype)
+        dy_TD, d_ff = _operand(dy_TD, dtype), weights.d_ff
         d_pre_NH, hidden_NF = rows.empty(pre_NH.shape[1]), rows.empty(d_ff)
         # Each tile of units writes its own column, and the columns are summed afterwards, because the
         # order of atomic additions is random. Uncomputed pairs are 0.
@@ -424,13 +381,13 @@ def experts_backward(
         bias_ED = _contiguous(down_bias_ED)
         d_low_NR = added_NF = None
         if down_a_ERF is not None and down_b_EDR is not None:
-            dy_ND = dy_TD.index_select(0, token_indices_N)
+            dy_ND = dy_TD.index_select(0, rows.token_indices_N)
             d_low_NR = _product(rows, dy_ND, _operand(down_b_EDR, dtype).transpose(1, 2))
             added_NF = _product(rows, d_low_NR, _operand(down_a_ERF, dtype).transpose(1, 2))
             del dy_ND
         _hidden_gradient_kernel[rows.grid(tile, d_ff)](
-            *(dy_TD, _operand(down_EDF, dtype), bias_ED, dropout_NF, token_indices_N),
-            weights_ptr=weights_N,
+            *(dy_TD, _operand(down_EDF, dtype), bias_ED, inputs.dropout_NF, rows.token_indices_N),
+            weights_ptr=inputs.weights_N,
             added_ptr=added_NF,
             pre_ptr=pre_NH,
             d_pre_ptr=d_pre_NH,
@@ -438,45 +395,76 @@ def experts_backward(
             d_weights_ptr=d_weights,
             dy_stride=dy_TD.stride(0),
             d_weights_stride=num_columns,
-            D=d_model,
+            D=weights.d_model,
             F=d_ff,
             **rows.arguments(tile),
-            **_activation(activation, clamp, up_EHD, down_EDF),
+            **_activation(weights),
         )
-        want_x, want_weights, want_up, want_down, want_up_bias, want_down_bias = wanted[:6]
-        want_up_a, want_up_b, want_down_a, want_down_b = wanted[6:]
-        grads = [x_TD.new_empty(0) for _ in wanted]
-        if want_weights:
-            grads[1] = d_weights.sum(dim=1).to(weights_N.dtype)
-        if want_down:
-            grads[3] = _weight_gradient(rows, dy_TD, hidden_NF, down_EDF, gather="output")
-        if want_down_a and down_a_ERF is not None and d_low_NR is not None:
-            grads[8] = _weight_gradient(rows, d_low_NR, hidden_NF, down_a_ERF)
-        if want_down_b and down_a_ERF is not None and down_b_EDR is not None:
-            low_NR = _product(rows, hidden_NF, _operand(down_a_ERF, dtype))
-            grads[9] = _weight_gradient(rows, dy_TD, low_NR, down_b_EDR, gather="output")
+        tensors = x_TD, inputs.weights_N, *weights.parameters
+        differentiable = zip(DIFFERENTIABLE, tensors, wanted, strict=True)
+        like = {name: each for name, each, want in differentiable if want and each is not None}
+        grads = _down_gradients(rows, inputs, like, dy_TD, hidden_NF, d_low_NR)
         del hidden_NF, added_NF
+        if "weights_N" in like:
+            grads["weights_N"] = d_weights.sum(dim=1).to(inputs.weights_N.dtype)
         x_rows_TD = _operand(x_TD, dtype)
-        if want_up:
-            grads[2] = _weight_gradient(rows, d_pre_NH, x_rows_TD, up_EHD, gather="input")
-        if want_up_bias and up_bias_EH is not None:
-            grads[4] = _bias_gradient(rows, d_pre_NH, up_bias_EH)
-        if want_down_bias and down_bias_ED is not None:
-            grads[5] = _bias_gradient(rows, dy_TD, down_bias_ED, weights_N)
         if up_b_EHR is not None:
             d_low_NR = _product(rows, d_pre_NH, _operand(up_b_EHR, dtype).transpose(1, 2))
-        if want_up_a and up_a_ERD is not None and d_low_NR is not None:
-            grads[6] = _weight_gradient(rows, d_low_NR, x_rows_TD, up_a_ERD, gather="input")
-        if want_up_b and up_a_ERD is not None and up_b_EHR is not None:
-            x_ND = x_rows_TD.index_select(0, token_indices_N)
-            low_NR = _product(rows, x_ND, _operand(up_a_ERD, dtype))
-            grads[7] = _weight_gradient(rows, d_pre_NH, low_NR, up_b_EHR)
-        if want_x:
+        grads |= _up_gradients(rows, weights, like, d_pre_NH, x_rows_TD, d_low_NR)
+        if "x_TD" in like:
             d_x_ND = _product(rows, d_pre_NH, _operand(up_EHD, dtype).transpose(1, 2))
             if up_a_ERD is not None and d_low_NR is not None:
                 d_x_ND += _product(rows, d_low_NR, _operand(up_a_ERD, dtype).transpose(1, 2))
-            grads[0] = _combine(rows, d_x_ND, None, ranks_N, starts, x_TD.dtype)
-        return tuple(grads)  # pyright: ignore[reportReturnType]
+            grads["x_TD"] = _combine(rows, d_x_ND, None, ranks_N, starts, x_TD.dtype)
+        return tuple(map(grads.get, DIFFERENTIABLE))
 
 
-register(experts, experts_backward, num_tensors=NUM_GRADIENTS + 5, backend="triton")
+def _up_gradients(
+    rows: Rows,
+    weights: ExpertWeights,
+    like: Mapping[str, Tensor],
+    d_pre_NH: Tensor,
+    x_rows_TD: Tensor,
+    d_low_NR: Tensor | None,
+) -> dict[str, Tensor]:
+    """Return gradients like the wanted parameters of the first product."""
+    grads: dict[str, Tensor] = {}
+    if "up_EHD" in like:
+        grads["up_EHD"] = _weight_gradient(rows, d_pre_NH, x_rows_TD, like["up_EHD"], "input")
+    if "up_bias_EH" in like:
+        grads["up_bias_EH"] = _bias_gradient(rows, d_pre_NH, like["up_bias_EH"])
+    if "up_a_ERD" in like and d_low_NR is not None:
+        grads["up_a_ERD"] = _weight_gradient(rows, d_low_NR, x_rows_TD, like["up_a_ERD"], "input")
+    if "up_b_EHR" in like and weights.up_a_ERD is not None:
+        x_ND = x_rows_TD.index_select(0, rows.token_indices_N)
+        low_NR = _product(rows, x_ND, _operand(weights.up_a_ERD, rows.dtype))
+        grads["up_b_EHR"] = _weight_gradient(rows, d_pre_NH, low_NR, like["up_b_EHR"])
+    return grads
+
+
+def _down_gradients(
+    rows: Rows,
+    inputs: Inputs,
+    like: Mapping[str, Tensor],
+    dy_TD: Tensor,
+    hidden_NF: Tensor,
+    d_low_NR: Tensor | None,
+) -> dict[str, Tensor]:
+    """Return gradients like the wanted parameters of the second product."""
+    grads: dict[str, Tensor] = {}
+    if "down_EDF" in like:
+        grads["down_EDF"] = _weight_gradient(rows, dy_TD, hidden_NF, like["down_EDF"], "output")
+    if "down_bias_ED" in like:
+        weights_N = inputs.weights_N
+        grads["down_bias_ED"] = _bias_gradient(rows, dy_TD, like["down_bias_ED"], weights_N)
+    if "down_a_ERF" in like and d_low_NR is not None:
+        grads["down_a_ERF"] = _weight_gradient(rows, d_low_NR, hidden_NF, like["down_a_ERF"])
+    if "down_b_EDR" in like and inputs.weights.down_a_ERF is not None:
+        low_NR = _product(rows, hidden_NF, _operand(inputs.weights.down_a_ERF, rows.dtype))
+        grads["down_b_EDR"] = _weight_gradient(rows, dy_TD, low_NR, like["down_b_EDR"], "output")
+    return grads
+
+
+experts, experts_backward = define(
+    "moe_ffn::experts", "triton", ["ranks_N", "starts"], _forward, _backward
+)

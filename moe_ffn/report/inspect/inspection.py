@@ -15,8 +15,9 @@ from torch import nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
-from moe_ffn.ffn.networks import memories
-from moe_ffn.model.decoder import Decoder, DecoderLayer, layer_number
+from moe_ffn.ffn.networks import hidden_units
+from moe_ffn.ffn.routing_names import layer_number
+from moe_ffn.model.decoder import Decoder, DecoderLayer
 from moe_ffn.outputs import FFNOutput
 from moe_ffn.report.expert_tokens import Assignment, RoutedText, route_windows
 from moe_ffn.report.inspect import experts
@@ -135,8 +136,8 @@ def observe(
 
         def hook(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
             nonlocal first
-            for memory in memories(cast("FFNBlock", ffn), *args):
-                networks[layer].setdefault(memory.name, TopInputs(TOP_K)).add(memory, first)
+            for units in hidden_units(cast("FFNBlock", ffn), *args):
+                networks[layer].setdefault(units.name, TopInputs(TOP_K)).add(units, first)
             first += output.hidden[..., 0].numel()
 
         return hook

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_ffn.model.decoder import short_name
+from moe_ffn.config.numbers import NONE
+from moe_ffn.ffn.routing_names import short_name
 from moe_ffn.report.expert_tokens import context, expert_tokens
 from moe_ffn.report.html import layer_title
 from moe_ffn.report.inspect import figures
 from moe_ffn.report.inspect.inspection import TOP_K, Inspection
 from moe_ffn.report.inspect.units import AGREE, KINDS, NEAR, examples, explanation
-from moe_ffn.report.numbers import NONE
 from moe_ffn.report.plots import Plot, choice_of, numbered, plot_of, render_plots
 from moe_ffn.runs.reader import Run
 
@@ -48,7 +48,7 @@ def inspection_html(inspection: Inspection, run: Run, script: str | None = None)
         examples=examples,
         expert_tokens=expert_tokens,
         explanation=explanation,
-        percent=percent,
+        percent_text=percent_text,
     )
 
 
@@ -85,7 +85,7 @@ def findings(inspection: Inspection) -> list[str]:
         lines.append(
             "Of the other attributes, each on its own, routing depends most on "
             + ", then ".join(f"{name} ({means[name]:.0%})" for name in ranked[:3])
-            + f", and least on {ranked[-1]} ({percent(means[ranked[-1]])}); means over the layers."
+            + f", and least on {ranked[-1]} ({percent_text(means[ranked[-1]])}); means over the layers."
         )
     judged = [layer for layer in inspection.units if layer.num_judged]
     layers = [str(layer.layer) for layer in judged]
@@ -94,7 +94,7 @@ def findings(inspection: Inspection) -> list[str]:
         chance = max(layer.chance[kind] for layer in judged)
         lines.append(
             f"Of the units, {_by_layer(shares, layers)} respond to {_WORDS[kind]}; by chance "
-            + (f"at most {percent(chance)}." if chance >= 0.005 else "below 0.5%.")
+            + (f"at most {percent_text(chance)}." if chance >= 0.005 else "below 0.5%.")
         )
     return lines
 
@@ -116,7 +116,7 @@ def _by_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
     return f"{', '.join(f'{share:.0%}' for share in shares)} (layer {', '.join(layers)})"
 
 
-def percent(share: float | None) -> str:
+def percent_text(share: float | None) -> str:
     """Return `65%` or `6.5%`; a dash for NaN and None."""
     if share is None or math.isnan(share):
         return NONE

@@ -21,7 +21,7 @@ from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.report.trace import visible
 from moe_ffn.runs.reader import Run
-from moe_ffn.runs.texts import prepare_data, read_text
+from moe_ffn.runs.texts import prepare_data, read_text_bytes
 
 BYTE_CLASSES = ("letter", "digit", "space", "newline", "punctuation", "non-ASCII", "end")
 SYNTAX_CLASSES = (
@@ -112,7 +112,7 @@ def text_of_run(run: Run, num_tokens: int) -> TokenizedText:
 
 def text_of_file(run: Run, path: Path, num_tokens: int) -> TokenizedText:
     """Return windows of a text file, spread evenly; ConfigError without two tokens that can be read."""
-    content = read_text(path)
+    content = read_text_bytes(path)
     ids = run.tokenizer.encode(content).numpy()
     if len(ids) < 2:
         raise ConfigError(f"--text: '{path}' has {len(ids)} tokens; give a text of two or more")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ffn.ffn.networks import Memory
+from moe_ffn.ffn.networks import HiddenUnits
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.inspect.text import TokenizedText
 
@@ -51,12 +51,12 @@ class TopInputs:
         """Tokens that reached the network, one tensor per batch."""
         self.values_FD = torch.empty(0)
 
-    def add(self, memory: Memory, first: int) -> None:
+    def add(self, units: HiddenUnits, first: int) -> None:
         """Add a batch whose tokens are numbered from `first` on."""
-        places_N = memory.token_indices_N.cpu() + first
+        places_N = units.token_indices_N.cpu() + first
         self.seen.append(places_N.to(torch.int32))
-        self.values_FD = memory.values_FD
-        activations_FN = memory.activations_NF.t().float()
+        self.values_FD = units.values_FD
+        activations_FN = units.activations_NF.t().float()
         num_units = len(activations_FN)
         if self.values_2Fk is None:
             self.values_2Fk = torch.full((2, num_units, self.k), -math.inf)

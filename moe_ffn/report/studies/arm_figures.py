@@ -24,11 +24,11 @@ from typing import Any, Literal
 import numpy as np
 import plotly.graph_objects as go
 
+from moe_ffn.config.numbers import compact
 from moe_ffn.config.sizes import TRAINING_FLOPS
 from moe_ffn.metrics.plotting import axis_title, label
 from moe_ffn.report.drawing import LIGHT, SERIES, curves_figure, rounded, scatter, style_of
 from moe_ffn.report.figures import NotMeasuredError
-from moe_ffn.report.numbers import compact
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, Tuning
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval, mean_interval
 

@@ -11,8 +11,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from moe_ffn.config.errors import printable
+from moe_ffn.config.numbers import NONE, compact, number
 from moe_ffn.ffn.match import MAX_MISMATCH
-from moe_ffn.report.numbers import NONE, compact, number
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table
 from moe_ffn.studies.comparison import Arm, Comparison, TimeToBaseline, p_text
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval

@@ -10,11 +10,10 @@ from statistics import fmean
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.numbers import NONE, compact, finite
 from moe_ffn.config.sizes import TRAINING_FLOPS
-from moe_ffn.report.numbers import NONE, compact
 from moe_ffn.report.studies.arm_figures import LOSS_AXIS, SizedLine, over_sizes
 from moe_ffn.report.studies.markdown import markdown_table, with_interval
-from moe_ffn.runs.json_files import finite
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.curves import (

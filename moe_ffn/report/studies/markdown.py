@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from moe_ffn.config.errors import printable
-from moe_ffn.report.numbers import NONE
+from moe_ffn.config.numbers import NONE
 from moe_ffn.studies.statistics import Interval
 
 

@@ -14,9 +14,9 @@ from statistics import stdev
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, explaining
+from moe_ffn.config.numbers import NONE, compact
 from moe_ffn.files import read_text, write_atomically
 from moe_ffn.report.html import render, write_page
-from moe_ffn.report.numbers import NONE, compact
 from moe_ffn.report.plots import figures_page, shared_script
 from moe_ffn.report.studies.arm_figures import (
     SizedLine,
@@ -46,7 +46,7 @@ from moe_ffn.report.studies.fits import (
     without_seeds,
 )
 from moe_ffn.report.studies.markdown import markdown_row, markdown_table
-from moe_ffn.runs.config import block_of
+from moe_ffn.runs.options_in_words import block_of
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.differences import option_changes

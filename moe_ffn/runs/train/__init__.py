@@ -20,9 +20,9 @@ from moe_ffn.config.environment import (
 )
 from moe_ffn.config.errors import printable
 from moe_ffn.config.import_path import explaining_custom_errors
+from moe_ffn.config.numbers import compact
 from moe_ffn.config.option_tree import merge
 from moe_ffn.config.yaml_files import read_yaml, validate
-from moe_ffn.report.numbers import compact
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.reader import Run, load_run

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from moe_ffn.config.environment import is_first_rank
 from moe_ffn.config.import_path import explaining_custom_errors
+from moe_ffn.config.process_memory import keep_freed_memory
 from moe_ffn.config.trust import trust
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare
-from moe_ffn.kernels.memory import keep_freed_memory
 from moe_ffn.kernels.native.build import compile_kernels
 from moe_ffn.report.tables import describe_data, model_table
 from moe_ffn.runs import assemble, custom_code

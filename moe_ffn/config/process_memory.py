@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.numbers import gigabytes
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -53,12 +54,6 @@ def memory_limit() -> int | None:
     process, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits = [machine, *(int(text) for text in container if text.isdigit())]  # `max`: no limit
     return min(limits if process == resource.RLIM_INFINITY else [*limits, process])
-
-
-def gigabytes(num_bytes: int) -> str:
-    """Format a size: `1.2 GB`, or `0.63 MB`."""
-    size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e8 else (num_bytes / 1e6, "MB")
-    return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
 
 
 def out_of_memory(error: BaseException) -> str:

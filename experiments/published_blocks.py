@@ -1,6 +1,6 @@
 """Compare our blocks with the sparse blocks of transformers, and write docs/reference/models.md.
 
-    python -m experiments.models [docs/reference/models.md]
+    python -m experiments.published_blocks [docs/reference/models.md]
 
 Both blocks are small, in float32, and have the same random weights. Outputs and all gradients are compared,
 in evaluation, and for blocks with noise or a capacity also in training.
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.option_tree import show_value
 from moe_ffn.ffn import build_ffn
 from moe_ffn.files import write_atomically
 from moe_ffn.interop.block_parts import BlockEntry, resolve
@@ -236,12 +237,10 @@ def flow(value: Any) -> str:
         items = [(key, inner) for key, inner in value.items() if inner is not None]
         items.sort(key=lambda item: (item[0] != "type", isinstance(item[1], Mapping)))
         return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in items) + "}"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, float):
         # YAML 1.1 reads a number with an exponent but no point as text.
         return re.sub(r"^(\d+)e", r"\1.0e", f"{value:.4g}")
-    return str(value)
+    return show_value(value)
 
 
 def shown_config(model: str, entry: BlockEntry) -> dict[str, Any]:
@@ -288,7 +287,9 @@ def page(errors: Mapping[str, Errors]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.models", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.published_blocks", description=__doc__
+    )
     parser.add_argument("file", type=Path, nargs="?", default=Path("docs/reference/models.md"))
     path = parser.parse_args(argv).file
     blocks = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}

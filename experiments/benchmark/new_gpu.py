@@ -1,6 +1,6 @@
 """First checks on a kind of GPU: exactness, waits, speed, memory, and a training run.
 
-    python -m experiments.benchmark.first_hour [--output docs/performance] [--only SECTION ...]
+    python -m experiments.benchmark.new_gpu [--output docs/performance] [--only SECTION ...]
 
 Writes <output>/<gpu>.md after every section, so an interrupted run keeps what it found. On a machine without
 a GPU, small layers try all parts that need none; Triton then runs in its interpreter.
@@ -53,7 +53,7 @@ from moe_ffn.outputs import Plan
 from moe_ffn.report.studies.markdown import markdown_table
 from moe_ffn.runs.reader import load_run
 
-COMMAND = "python -m experiments.benchmark.first_hour"
+COMMAND = "python -m experiments.benchmark.new_gpu"
 
 SMALL = {"a small layer": Shape(32, 32, 48, 4, 2, "fp32")}
 """The same for a machine without a GPU."""
@@ -66,7 +66,7 @@ MAX_ERROR = 2.0
 
 
 @dataclass
-class Hour:
+class GPUReport:
     """The device, and what was found on it."""
 
     device: torch.device
@@ -98,15 +98,15 @@ def table(headers: str, rows: Sequence[Sequence[object]]) -> str:
 # ------------------------------------------------------------------------------------ sections
 
 
-def machine(hour: Hour) -> list[str]:
+def machine(report: GPUReport) -> list[str]:
     """Return the name of the GPU, versions, and the rates of a copy and of a dense product."""
-    lines = [describe_machine(hour.device) + "."]
-    if not hour.on_gpu:
+    lines = [describe_machine(report.device) + "."]
+    if not report.on_gpu:
         return lines
     import triton
 
-    properties = torch.cuda.get_device_properties(hour.device)
-    big = torch.empty(2**31, dtype=torch.uint8, device=hour.device)
+    properties = torch.cuda.get_device_properties(report.device)
+    big = torch.empty(2**31, dtype=torch.uint8, device=report.device)
     seconds = seconds_of(big.clone)
     rows: list[tuple[str, str]] = [
         ("triton, CUDA", f"{triton.__version__}, {torch.version.cuda}"),
@@ -122,7 +122,7 @@ def machine(hour: Hour) -> list[str]:
         ("float32", torch.float32, "highest"),
     ):
         torch.set_float32_matmul_precision(precision)
-        a, b = (torch.randn(8192, 8192, device=hour.device, dtype=dtype) for _ in range(2))
+        a, b = (torch.randn(8192, 8192, device=report.device, dtype=dtype) for _ in range(2))
         seconds = seconds_of(lambda a=a, b=b: a @ b)
         rows.append(
             (f"product of 8192 x 8192, {name}", f"{2 * 8192**3 / seconds / 1e12:.0f} TFLOP/s")
@@ -131,22 +131,22 @@ def machine(hour: Hour) -> list[str]:
     return [*lines, "", table("|", rows)]
 
 
-def exactness(hour: Hour) -> list[str]:
+def exactness(report: GPUReport) -> list[str]:
     """Compare output and gradients of every backend and dtype with `loop` in float64."""
-    shape = EXACT[("cpu", "gpu")[hour.on_gpu]]
+    shape = EXACT[("cpu", "gpu")[report.on_gpu]]
     dtypes = [("bf16", "highest"), ("fp16", "highest"), ("fp32", "highest")]
-    dtypes += [("fp32", "high")] if hour.on_gpu else []
+    dtypes += [("fp32", "high")] if report.on_gpu else []
     rows: list[list[object]] = []
     for dtype, precision in dtypes:
         torch.set_float32_matmul_precision(precision)
         name = "tf32" if precision == "high" else dtype
-        case = Case.of(replace(shape, dtype=dtype), hour.device)
+        case = Case.of(replace(shape, dtype=dtype), report.device)
         given = arguments_of(case)
         torch.set_float32_matmul_precision("highest")
         wanted = derivatives("loop", *in_float64(*given), case.tokens.grad_BSD.double())
         torch.set_float32_matmul_precision(precision)
         of_loop: dict[str, float] = {}
-        for backend in hour.backends:
+        for backend in report.backends:
             if reason := BACKENDS[backend].unsupported_reason(given[0], given[2]):
                 rows.append([name, backend, f"not run: it {reason}"])
                 continue
@@ -159,9 +159,11 @@ def exactness(hour: Hour) -> list[str]:
             row = [name, backend, *(f"{e:.1e}" for e in errors.values()), f"{worst:.2f}"]
             rows.append([*row, "yes" if repeats else "**no**"])
             if not worst <= MAX_ERROR:  # NaN too
-                hour.todo.append(f"{backend} in {name} is {worst:.1f} times as inexact as `loop`.")
+                report.todo.append(
+                    f"{backend} in {name} is {worst:.1f} times as inexact as `loop`."
+                )
             if backend == "triton" and not repeats:
-                hour.todo.append(f"triton in {name} does not repeat its bits.")
+                report.todo.append(f"triton in {name} does not repeat its bits.")
     what = "Relative error of the output and of each gradient against `loop` in float64"
     headers = "dtype|backend|y|x|weights|gate and up|down|worst / loop|repeats"
     return [f"{what}, at {shape}:", "", table(headers, rows)]
@@ -204,23 +206,23 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
     return ((got.double() - wanted).norm() / wanted.norm()).item()
 
 
-def speed(hour: Hour) -> list[str]:
+def speed(report: GPUReport) -> list[str]:
     """Time every backend and installed library next to the dense block of equal active width."""
     lines: list[str] = []
-    for model, shape in hour.models.items():
-        case = Case.of(shape, hour.device)
+    for model, shape in report.models.items():
+        case = Case.of(shape, report.device)
         remarks: list[str] = []
         layers = [
-            dense_layer(shape, hour.device),
-            *sparse_layers(case, hour.backends, TRAINING_PEERS, remarks.append),
+            dense_layer(shape, report.device),
+            *sparse_layers(case, report.backends, TRAINING_PEERS, remarks.append),
         ]
         training = [Candidate.training(layer, case.tokens, "training") for layer in layers]
-        peaks = {each.name: peak_bytes(each, hour.device) for each in training}
+        peaks = {each.name: peak_bytes(each, report.device) for each in training}
         for each in training:
             each.reset()
-        found = hour.session.time(training)
+        found = report.session.time(training)
         layers = [layers[0], *(in_evaluation(layer, case) for layer in layers[1:])]
-        evaluated = hour.session.time(
+        evaluated = report.session.time(
             [Candidate.evaluation(each, case.tokens, "forward") for each in layers]
         )
         rows: list[list[object]] = []
@@ -235,7 +237,7 @@ def speed(hour: Hour) -> list[str]:
         ours = found["training", AUTO]
         for (_, name), other in found.items():
             if name != DENSE and other.median < 0.97 * ours.median:
-                hour.todo.append(
+                report.todo.append(
                     f"{model}: {name} takes {other.median / ours.median:.2f} of our time."
                 )
         headers = "layer|training step|/ dense|TFLOP/s|forward only|/ dense|peak memory|computes"
@@ -244,16 +246,16 @@ def speed(hour: Hour) -> list[str]:
     return lines
 
 
-def profile(hour: Hour) -> list[str]:
+def profile(report: GPUReport) -> list[str]:
     """List the GPU kernels of a training step of our layer."""
-    if not hour.on_gpu:
+    if not report.on_gpu:
         return ["Needs a GPU."]
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     lines: list[str] = []
-    for model, shape in hour.models.items():
-        case = Case.of(shape, hour.device)
+    for model, shape in report.models.items():
+        case = Case.of(shape, report.device)
         (layer, *_) = sparse_layers(case, (), (), lines.append)
         step = Candidate.training(layer, case.tokens, model)
         step.run()
@@ -274,12 +276,12 @@ def profile(hour: Hour) -> list[str]:
     return lines
 
 
-def tiles(hour: Hour) -> list[str]:
+def tiles(report: GPUReport) -> list[str]:
     """Time each kernel with each tile, for the tables of `kernels/triton/launch.py`."""
     lines: list[str] = []
-    for model, shape in hour.models.items():
-        given = arguments_of(Case.of(shape, hour.device))
-        candidates = CANDIDATES if hour.on_gpu else {}
+    for model, shape in report.models.items():
+        given = arguments_of(Case.of(shape, report.device))
+        candidates = CANDIDATES if report.on_gpu else {}
         rows = time_tiles(*given, seconds_of, candidates)
         headers = "kernel|tile: M, O, K, stages, warps|milliseconds|TFLOP/s"
         lines += [f"### {model}: {shape}", "", table(headers, rows), ""]
@@ -298,18 +300,18 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def mixed_precision(hour: Hour) -> list[str]:
+def mixed_precision(report: GPUReport) -> list[str]:
     """Time a step with weights in bfloat16, and in float32 under autocast."""
-    shape = hour.models[FEW_TOKENS if hour.on_gpu else "a small layer"]
+    shape = report.models[FEW_TOKENS if report.on_gpu else "a small layer"]
     candidates: list[Candidate] = []
     for name, dtype in (("bfloat16", "bf16"), ("float32, bf16-mixed", "fp32")):
         of_dtype = replace(shape, dtype=dtype)
-        block: nn.Module = moe_layer(of_dtype, "auto", hour.device)
+        block: nn.Module = moe_layer(of_dtype, "auto", report.device)
         layer = Layer(name, block if dtype == "bf16" else Autocast(block))
-        candidates.append(Candidate.training(layer, Tokens.of(of_dtype, hour.device), "mixed"))
-    found = hour.session.time(candidates)
+        candidates.append(Candidate.training(layer, Tokens.of(of_dtype, report.device), "mixed"))
+    found = report.session.time(candidates)
     rows = [
-        [each.name, amount(found[each.key].median), amount(peak_bytes(each, hour.device), "B")]
+        [each.name, amount(found[each.key].median), amount(peak_bytes(each, report.device), "B")]
         for each in candidates
     ]
     return [f"{shape}:", "", table("weights|training step|peak memory", rows)]
@@ -327,7 +329,7 @@ class Autocast(nn.Module):
             return hidden_of(self.block(x))
 
 
-def tests(hour: Hour) -> list[str]:
+def tests(report: GPUReport) -> list[str]:
     """Run the tests of the kernels, of waits and of several ranks on the GPU."""
     chosen = ["tests/kernels/test_triton.py", "tests/kernels/test_gradient_memory.py"]
     several = torch.cuda.device_count() >= 2
@@ -335,13 +337,13 @@ def tests(hour: Hour) -> list[str]:
         chosen.append("tests/training/test_parallel.py")
     command = ["pytest", "-q", "--tb=line", "-n", "8", "-m", "gpu or not slow", "-W", "default"]
     command += chosen
-    if not hour.on_gpu:
+    if not report.on_gpu:
         return [f"Needs a GPU: `{' '.join(command)}`"]
     done = run_program(["-m", *command])
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     failed = [f"- {line}" for line in lines if ".py:" in line]
     if done.returncode:
-        hour.todo.append("Tests failed, or did not run.")
+        report.todo.append("Tests failed, or did not run.")
     ranks = "" if several else "Ranks by NCCL need two GPUs, and were not tried."
     return [f"`pytest {' '.join(chosen)}`: {lines[-1]}", "", *failed, "", ranks]
 
@@ -359,10 +361,10 @@ torch.cuda.synchronize()
 """
 
 
-def sanitizer(hour: Hour) -> list[str]:
+def sanitizer(report: GPUReport) -> list[str]:
     """Look for reads and writes outside of tensors, and races, with NVIDIA's compute-sanitizer."""
     program = shutil.which("compute-sanitizer")
-    if not hour.on_gpu or program is None:
+    if not report.on_gpu or program is None:
         return ["Needs a GPU and compute-sanitizer, a program of the CUDA toolkit."]
     lines: list[str] = []
     for tool in ("memcheck", "racecheck"):
@@ -374,15 +376,15 @@ def sanitizer(hour: Hour) -> list[str]:
         last = said[-1] if said else (done.stderr or done.stdout).strip()[-200:]
         lines.append(f"- {tool}: {last}")
         if done.returncode or "SUMMARY: 0 " not in last:
-            hour.todo.append(f"compute-sanitizer --tool {tool} found something, or did not run.")
+            report.todo.append(f"compute-sanitizer --tool {tool} found something, or did not run.")
     return lines
 
 
-def default_run(hour: Hour) -> list[str]:
+def default_run(report: GPUReport) -> list[str]:
     """Train the default model for 60 steps on the GPU and on the CPU; print the losses."""
-    steps = 60 if hour.on_gpu else 4
+    steps = 60 if report.on_gpu else 4
     kinds = [("cpu", "32-true")]
-    kinds += [("gpu", "32-true"), ("gpu", "bf16-mixed")] if hour.on_gpu else []
+    kinds += [("gpu", "32-true"), ("gpu", "bf16-mixed")] if report.on_gpu else []
     rows: list[list[object]] = []
     with tempfile.TemporaryDirectory() as folder:
         for accelerator, precision in kinds:
@@ -398,7 +400,7 @@ def default_run(hour: Hour) -> list[str]:
                 "logging.wandb.mode": "disabled",
                 "sample.num_tokens": 1,
             }
-            if not hour.on_gpu:
+            if not report.on_gpu:
                 options |= {"model.d_model": 16, "model.num_layers": 1, "data.batch_size": 2}
             given = [f"--{key}={value}" for key, value in options.items()]
             start = time.perf_counter()
@@ -423,7 +425,7 @@ def run_program(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-SECTIONS: dict[str, Callable[[Hour], list[str]]] = {
+SECTIONS: dict[str, Callable[[GPUReport], list[str]]] = {
     "machine": machine,
     "exactness": exactness,
     "speed": speed,
@@ -442,8 +444,8 @@ SECTIONS: dict[str, Callable[[Hour], list[str]]] = {
 def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hour = Hour(device, Session((), device, patience=given.patience))
-    name = torch.cuda.get_device_name() if hour.on_gpu else "cpu"
+    report = GPUReport(device, Session((), device, patience=given.patience))
+    name = torch.cuda.get_device_name() if report.on_gpu else "cpu"
     path = given.output / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
     if path.exists():
         raise ConfigError(f"--output: {path} exists; give another folder, or remove that page")
@@ -454,14 +456,14 @@ def main(argv: Sequence[str]) -> int:
     for section in given.only or SECTIONS:
         start = time.perf_counter()
         try:
-            lines = SECTIONS[section](hour)
+            lines = SECTIONS[section](report)
         except Exception as error:  # whatever a new GPU does, the other sections run
             lines = [f"**Failed**: {type(error).__name__}: {first_line(error)}"]
-            hour.todo.append(f"The section {section} failed.")
+            report.todo.append(f"The section {section} failed.")
         torch.set_float32_matmul_precision("highest")  # as before a section that failed
         print(f"{section}: {time.perf_counter() - start:.0f} s")
         page += ["", f"## {section.capitalize().replace('-', ' ')}", "", *lines]
-        todo = [f"- {each}" for each in hour.todo] or ["Nothing was found."]
+        todo = [f"- {each}" for each in report.todo] or ["Nothing was found."]
         text = "\n".join([*page, "", "## What to do next", "", *todo, ""])
         write_atomically(path, re.sub(r"\n{3,}", "\n\n", text))
     print(f"wrote {path}")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from moe_ffn.runs.json_files import finite
-
 NONE = "-"
 """Text of an absent value."""
+
+
+def finite(value: Any) -> float | None:
+    """Return the value if it is a finite number; None otherwise."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
 
 
 def number(value: Any, form: str = ".4f") -> str:
@@ -36,3 +40,16 @@ def si_format(number: float) -> str:
     while abs(number) >= 999.5:
         number, prefix = number / 1000, next(prefixes)
     return f"{number:.3g}{prefix}"
+
+
+def gigabytes(num_bytes: int) -> str:
+    """Format a size: `1.2 GB`, or `0.63 MB`."""
+    size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e8 else (num_bytes / 1e6, "MB")
+    return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds as `40 s`, `12 min` or `3.5 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
