@@ -26,6 +26,7 @@ from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
 from moe_ffn.runs.train.teacher import read_teacher
 from moe_ffn.training.distillation import (
     Answers,
+    DecoderTeacher,
     StoredAnswers,
     digests_of,
     distillation_loss,
@@ -284,6 +285,18 @@ def save(
     decoder = DecoderConfig.model_validate(small | options).build(vocab_size, seq_len)
     moe_ffn.save_pretrained(decoder.eval(), folder, tokenizer)
     return str(folder)
+
+
+def test_a_decoder_as_teacher_has_the_temperature_of_the_run(
+    make_config: MakeConfig, prepared: PreparedData, tmp_path: Path
+) -> None:
+    distill = {"teacher": save(tmp_path / "teacher"), "temperature": 3.0}
+    teacher = read_teacher(make_config(objective={"distill": distill}), prepared)
+    assert isinstance(teacher, DecoderTeacher)
+    ours, ids = torch.randn(1, 3, 257), torch.tensor([[5, 6, 7]])
+    counted = torch.tensor([[True, False, True]])
+    expected = distillation_loss(ours, teacher.decoder(ids).logits, counted, 3.0)
+    torch.testing.assert_close(teacher.loss(ours, ids, None, counted), expected)
 
 
 def test_a_teacher_whose_logits_are_not_finite_is_named(run_train: Any, tmp_path: Path) -> None:
