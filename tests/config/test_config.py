@@ -15,7 +15,7 @@ from pydantic import Field
 
 from moe_ffn import FFNConfig
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.config.base import Config, TaggedConfig, help_texts, json_schema
+from moe_ffn.config.base import Config, TaggedConfig, children, help_texts, json_schema
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.data.corpus import CorpusConfig
 from moe_ffn.data.tokenizer import TokenizerConfig
@@ -323,3 +323,8 @@ def test_schema_takes_a_number_or_a_match_for_a_width(schema: dict[str, Any]) ->
     match = schema["$defs"]["MatchConfig"]
     assert match["properties"]["of"]["$ref"] == "#/$defs/FFNConfig"
     assert match["required"] == ["match", "of"]
+
+
+def test_a_walk_enters_mappings_lists_and_tuples() -> None:
+    given = {"key": 1}, [2], (3,), "text"
+    assert [[*children(value)] for value in given] == [[("key", 1)], [(0, 2)], [(0, 3)], []]
