@@ -19,8 +19,8 @@ import moe_ffn
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.config.yaml_files import flag_value
 from moe_ffn.ffn import FFNConfig, MixtureOfDepthsConfig, MoEConfig
+from moe_ffn.ffn.base import layer_name
 from moe_ffn.ffn.mixture_of_depths import by_sequence
-from moe_ffn.ffn.routing_names import layer_name
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.outputs import Routing

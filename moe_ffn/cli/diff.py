@@ -19,7 +19,7 @@ from rich.table import Table
 
 from moe_ffn.cli.parser import Parser, json_file, whole, write_json
 from moe_ffn.config.errors import command
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.interop.diff import DTYPES, ModelDifference, diff, two_digits
 from moe_ffn.report.tables import plain_table
 from moe_ffn.runs.json_files import plain_values

@@ -49,7 +49,7 @@ from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, validation_batches
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import Decoder

@@ -16,7 +16,7 @@ from rich.console import Console
 from moe_ffn.cli.generate import load_decoder
 from moe_ffn.cli.parser import Parser, layer_numbers, page_file, write_output
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.ffn.routing_names import layer_number
+from moe_ffn.ffn.base import layer_number
 from moe_ffn.interop.load_models import is_transformers_folder, route_text
 from moe_ffn.report.trace import (
     Prediction,

@@ -20,10 +20,11 @@ from moe_ffn.ffn.base import (
     check_input,
     flatten_tokens,
     inner_configs,
+    prefix_names,
+    round_name,
     without_padding,
 )
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
-from moe_ffn.ffn.routing_names import prefix_names, round_name
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import Router
 

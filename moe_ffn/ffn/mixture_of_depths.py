@@ -14,9 +14,16 @@ from pydantic import model_validator
 from torch import Tensor
 
 from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo, check_input, flatten_tokens
+from moe_ffn.ffn.base import (
+    OWN_ROUTING,
+    FFNBlock,
+    FFNConfig,
+    RouterInfo,
+    check_input,
+    flatten_tokens,
+    prefix_names,
+)
 from moe_ffn.ffn.dense import GatedConfig
-from moe_ffn.ffn.routing_names import OWN_ROUTING, prefix_names
 from moe_ffn.kernels.base import is_transform_on, needs_static_shapes, reject_vmap
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig

@@ -18,6 +18,7 @@ from moe_ffn.config.option_tree import show_value
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import (
+    OWN_ROUTING,
     ExpertStack,
     FFNBlock,
     FFNConfig,
@@ -28,7 +29,6 @@ from moe_ffn.ffn.base import (
     inner_configs,
 )
 from moe_ffn.ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, unsorted_plan
-from moe_ffn.ffn.routing_names import OWN_ROUTING
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
 from moe_ffn.kernels.base import is_transform_on, reject_vmap

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_ffn.config.errors import ConfigError, first_line, import_optional, nearest_or_all
-from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.routing_names import OWN_ROUTING, layer_number
+from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock, layer_number
 from moe_ffn.interop.routings import (
     call_arguments,
     inputs_of_experts,

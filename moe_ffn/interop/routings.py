@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.routing_names import layer_name, prefix_names
+from moe_ffn.ffn.base import FFNBlock, layer_name, prefix_names
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import routing_of_pairs
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import import_optional
+from moe_ffn.ffn.base import layer_name
 from moe_ffn.ffn.dispatch import plan_of_pairs
-from moe_ffn.ffn.routing_names import layer_name
 from moe_ffn.interop.routings import is_experts, layer_of
 from moe_ffn.kernels.activations import (
     ACTIVATIONS,

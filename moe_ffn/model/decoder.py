@@ -21,8 +21,7 @@ from moe_ffn.config.base import MAX_COUNT, Config, require_count
 from moe_ffn.config.errors import ConfigError, Unsupported, UseCase, first_unsupported
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
-from moe_ffn.ffn.base import FFNBlock, RouterInfo
-from moe_ffn.ffn.routing_names import layer_name, prefix_names, short_name
+from moe_ffn.ffn.base import FFNBlock, RouterInfo, layer_name, prefix_names, short_name
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig

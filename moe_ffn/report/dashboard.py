@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.errors import ConfigError, first_line
-from moe_ffn.ffn.routing_names import ROUTING_SUFFIX
+from moe_ffn.ffn.base import ROUTING_SUFFIX
 from moe_ffn.metrics.table import RUN_METRICS, Metric, metrics_per_layer, result_columns
 from moe_ffn.training.monitoring.loggers import LOAD_FIGURE, WANDB_STEP
 

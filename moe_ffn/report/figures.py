@@ -24,7 +24,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.ffn.routing_names import is_inner, layer_name, short_name
+from moe_ffn.ffn.base import is_inner, layer_name, short_name
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, axis_title, heat_figure
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
 from moe_ffn.report.drawing import (

@@ -21,7 +21,7 @@ from markupsafe import Markup, escape
 
 from moe_ffn.config.errors import printable
 from moe_ffn.config.numbers import compact, number
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.files import write_atomically
 
 OPENING = "<!doctype html>"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.numbers import NONE, finite, number
 from moe_ffn.config.sizes import TRAINING_FLOPS
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, result_columns

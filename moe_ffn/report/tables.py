@@ -20,7 +20,7 @@ from moe_ffn.config.numbers import compact
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns

@@ -18,8 +18,7 @@ from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.config.errors import ConfigError, escaped
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.ffn.routing_names import layer_number
+from moe_ffn.ffn.base import RouterInfo, layer_number
 from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderOutput
 from moe_ffn.outputs import PairsOnlyRouting, Routing
 from moe_ffn.report.html import layer_title

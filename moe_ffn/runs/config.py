@@ -14,7 +14,7 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.base import Config
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.parametrization import ParameterScale
 from moe_ffn.runs.json_files import Facts

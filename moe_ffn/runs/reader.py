@@ -25,7 +25,7 @@ from moe_ffn.config.option_tree import lookup
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.ffn.routing_names import ROUTING_SUFFIX, short_name
+from moe_ffn.ffn.base import ROUTING_SUFFIX, short_name
 from moe_ffn.files import read_text
 from moe_ffn.metrics.load_summary import summarize_load
 from moe_ffn.model.decoder import Decoder, DecoderOutput

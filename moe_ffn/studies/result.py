@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from moe_ffn.config.errors import ConfigError, explain, reading
 from moe_ffn.config.numbers import finite
 from moe_ffn.config.option_tree import flatten, lookup
-from moe_ffn.ffn.routing_names import is_inner
+from moe_ffn.ffn.base import is_inner
 from moe_ffn.files import read_bytes, write_atomically
 from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE

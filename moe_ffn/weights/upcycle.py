@@ -28,7 +28,7 @@ from moe_ffn.experts import (
     MLPExpertsConfig,
     SoftCappedSwiGLUExpertsConfig,
 )
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import (
     ClampedSwiGLUConfig,
     DenseConfig,
@@ -38,7 +38,6 @@ from moe_ffn.ffn.dense import (
 )
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.ffn.networks import networks
-from moe_ffn.ffn.routing_names import OWN_ROUTING
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder, parse_slice
 from moe_ffn.outputs import TokenContext

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import Decoder, DecoderConfig, FFNConfig, TokenContext
 from moe_ffn.config.errors import UseCase
-from moe_ffn.ffn.routing_names import (
+from moe_ffn.ffn.base import (
     is_inner,
     layer_name,
     layer_number,

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from moe_ffn.config.option_tree import flatten
-from moe_ffn.ffn.routing_names import ROUTING_SUFFIX
+from moe_ffn.ffn.base import ROUTING_SUFFIX
 from moe_ffn.metrics.measures import per_token
 from moe_ffn.metrics.modular import TokenMetrics
 from moe_ffn.metrics.table import LAYER_METRICS, Metric

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.experts.base import Experts
-from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.routing_names import layer_name
+from moe_ffn.ffn.base import FFNBlock, layer_name
 from moe_ffn.interop.routings import is_experts, layer_of
 
 Kind = Literal["moe_ffn", "fused", "listed"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, first_line
-from moe_ffn.ffn.routing_names import is_inner, layer_number, short_name
+from moe_ffn.ffn.base import is_inner, layer_number, short_name
 from moe_ffn.interop.diff.difference import ModelDifference, PositionDifference, two_digits
 from moe_ffn.interop.diff.models import (
     DTYPES,

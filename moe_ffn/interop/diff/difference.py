@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 
 ROUNDING = 1e-9
 """Divergence, in nats per token, below which a difference counts as rounding of float32."""

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.config.option_tree import flatten
 from moe_ffn.experts.matrices import MatrixExperts
-from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import FFNBlock, short_name
 from moe_ffn.files import kind_of
 from moe_ffn.interop.diff.difference import TensorDifference
 from moe_ffn.interop.load_models import (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
 from moe_ffn.report.drawing import rounded_rows
 from moe_ffn.report.figures import NotMeasuredError, find

@@ -15,8 +15,8 @@ from torch import nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
+from moe_ffn.ffn.base import layer_number
 from moe_ffn.ffn.networks import hidden_units
-from moe_ffn.ffn.routing_names import layer_number
 from moe_ffn.model.decoder import Decoder, DecoderLayer
 from moe_ffn.outputs import FFNOutput
 from moe_ffn.report.expert_tokens import Assignment, RoutedText, route_windows

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_ffn.config.numbers import NONE
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.report.expert_tokens import context, expert_tokens
 from moe_ffn.report.html import layer_title
 from moe_ffn.report.inspect import figures

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.text import Text
 from torch import Tensor
 
-from moe_ffn.ffn.routing_names import short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.training.monitoring.callbacks import LoggedRow, StepLogger, ValidationLogger
 
