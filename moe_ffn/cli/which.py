@@ -1,6 +1,6 @@
 """Find the feed-forward block that suits a corpus, within a given time.
 
-    moe-ffn which --data my_corpus/ --minutes 60
+    moe-ffn which --data my_texts/ --minutes 60
     moe-ffn which --resume runs/which
 
 Two dense blocks and four mixtures of experts with equal FLOPs per token are trained on the text in three
@@ -92,7 +92,7 @@ def _begin(args: Any) -> tuple[Path, Question | None]:
     for flag in ("data", "minutes"):
         if not getattr(args, flag):
             raise ConfigError(
-                f"--{flag}: is required: {command('which')} --data my_corpus/ --minutes 60"
+                f"--{flag}: is required: {command('which')} --data my_texts/ --minutes 60"
             )
     if problem := folder_name_problem(args.name):
         raise ConfigError(f"--name: {problem}")

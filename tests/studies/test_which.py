@@ -214,7 +214,7 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--minutes", "5"], r"--data: is required: moe-ffn which --data my_corpus/ --minutes 60"),
+        (["--minutes", "5"], r"--data: is required: moe-ffn which --data my_texts/ --minutes 60"),
         (["--data", "text"], r"--minutes: is required"),
         (["--data", "text", "--minutes", "0"], r"--minutes: must be a whole number from 1 to"),
         (["--data", "text", "--minutes", "5", "--name", "a/b"], r"--name: "),
