@@ -291,7 +291,9 @@ def draw_differences(drawing: Drawing, left: float) -> None:
         drawing.line([(x, 62), (x, 206)], "grid" if difference else "mute", 1 if difference else 2)
         drawing.text((x, 222), f"{difference:+g}" if difference else "0", "middle", "small")
     for row, (arm, label) in enumerate(SHOWN.items()):
-        mean, low, high = found[arm].interval or (0, 0, 0)
+        interval = found[arm].interval
+        assert interval is not None, arm
+        mean, low, high = interval
         y, colour = 78 + 29 * row, "blue" if mean < 0 else "orange"
         drawing.text((left, y + 4), label, kind="small")
         drawing.text((left + 164, y + 4), f"{mean:+.3f}", "end", "small")

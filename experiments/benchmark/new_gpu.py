@@ -341,7 +341,11 @@ def tests(report: GPUReport) -> list[str]:
         return [f"Needs a GPU: `{' '.join(command)}`"]
     done = run_program(["-m", *command])
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    failed = [f"- {line}" for line in lines if ".py:" in line]
+    failed = [
+        f"- {line}"
+        for line in lines
+        if done.returncode and line.startswith(("/", "FAILED", "ERROR"))
+    ]
     if done.returncode:
         report.todo.append("Tests failed, or did not run.")
     ranks = "" if several else "Ranks by NCCL need two GPUs, and were not tried."

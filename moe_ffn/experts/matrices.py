@@ -231,6 +231,11 @@ class GatedExperts(MatrixExperts):
         return self.gate_up.chunk(2, dim=1)[1]
 
     @property
+    def gate_bias(self) -> Tensor | None:
+        """(E, F)"""
+        return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[0]
+
+    @property
     def up_bias(self) -> Tensor | None:
         """(E, F)"""
         return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[1]

@@ -435,7 +435,7 @@ def routing_of_pairs(
         weights_TK: factor of each chosen expert's output; the task trains the router only through it.
         expert_ids_TK: chosen experts, int64 from 0 to E - 1.
         logits_TE: output of the router before any normalisation, which the loss `router_z` reads; None, like
-            `scores_TE`, if there are too many experts for (T, E) tables.
+            `scores_TE`, if there are too many experts for (T, E) tables; then `kind` is a `PairsOnlyRouting`.
         scores_TE: normalised logits of 0 or more, such as their softmax, which balancing losses read.
         context: argument of `Router.forward`, with the padding mask and the length of the sequences.
         num_experts: E; required if `logits_TE` is None.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, command, expand_path, explaining, reading
-from moe_ffn.config.option_tree import differences, show_value
+from moe_ffn.config.option_tree import differences, flatten, show_value
 from moe_ffn.config.yaml_files import read_config, read_yaml
 from moe_ffn.files import kind_of, open_file, read_object, try_lock, write_file
 from moe_ffn.runs.config import TrainConfig
@@ -217,10 +217,11 @@ def saved_config(folder: Path) -> TrainConfig:
         raise ConfigError(
             f"'{path}' lacks {lost[0]}{more}, so it was cut short{older}; restore the original file"
         )
-    edited = differences(facts.model_extra or {}, in_file)
-    for key, (before, now) in edited.items():
-        if before is not None and now is not None:
-            _log_once(f"'{path}' was edited: {key} is {show_value(now)} (was {show_value(before)})")
+    began, now = flatten(facts.model_extra or {}), flatten(in_file)
+    for key in began.keys() & now.keys():
+        if began[key] != now[key]:
+            change = f"{key} is {show_value(now[key])} (was {show_value(began[key])})"
+            _log_once(f"'{path}' was edited: {change}")
     if added:
         values = ", ".join(f"{key} {show_value(value)}" for key, value in added.items())
         _log_once(f"'{path}' is older than these options, which take their defaults: {values}")

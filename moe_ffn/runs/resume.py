@@ -133,6 +133,8 @@ class ResumePoint:
     """Id of the run; None if its files are lost."""
     validated_step: int = -1
     """Step of the last validation before the checkpoint; -1 without a validation."""
+    sampled_step: int = -1
+    """The same step if a text was generated there; otherwise -1."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that cannot be used, each with the reason."""
 
@@ -174,11 +176,14 @@ def find_resume_point(
         raise ConfigError(
             f"trainer.max_steps ({max_steps}): the run is at step {step} already; give at least that"
         )
+    callbacks = values["callbacks"]
+    validated_step = callbacks["ValidationLogger"]["last_step"]
     return ResumePoint(
         step,
         path,
         values[IDENTITY].get(RUN_ID),
-        values["callbacks"]["ValidationLogger"]["last_step"],
+        validated_step,
+        validated_step if callbacks["SampleLog"]["last"] else -1,
         tuple(skipped),
     )
 
@@ -229,7 +234,7 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
     try:
         remove_unfinished(folder)
         rename_skipped(folder / CHECKPOINTS_FOLDER, start.step)
-        validated, options = start.validated_step, resume.saved
+        validated = start.validated_step
         _remove_lines(
             folder / METRICS_FILE,
             Row,
@@ -240,7 +245,7 @@ def rewind(resume: Resume, start: ResumePoint, files: Mapping[str, str]) -> None
             folder / SAMPLES_FILE,
             Sample,
             lambda sample: sample.step <= validated,
-            last_step=validated if options.sample.num_tokens and options.model.causal else -1,
+            last_step=start.sampled_step,
         )
         _remove_lines(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= start.step)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)

@@ -422,6 +422,44 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     assert said == [f"'{folder}/facts.json' is missing or damaged; it is recreated"]
 
 
+def test_a_log_without_its_last_row_or_text_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    JsonLines(folder / "metrics.jsonl").add([{"step": 4, "validation/loss": 1.5}])
+    files = {"facts.json": FACTS}
+    (folder / "facts.json").write_text(FACTS)
+    resume = Resume(folder, TrainConfig(), {}, TrainConfig(), Facts.read(folder / "facts.json"))
+
+    rewind(resume, ResumePoint(8, validated_step=8, sampled_step=8), files)
+    said = capsys.readouterr().err.splitlines()
+    rewind(resume, ResumePoint(4, validated_step=4), files)
+
+    lost = [
+        f"'{folder}/{name}.jsonl' lost lines: it has none of step 8"
+        for name in ("metrics", "samples")
+    ]
+    assert said == lost
+    assert "lost" not in capsys.readouterr().err, "a run without texts has none to lose"
+
+
+def test_an_option_that_was_edited_in_the_config_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig().to_dict()
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "facts.json").write_text(json.dumps({**config, "precision": "32-true"}))
+    saved_config(tmp_path)
+    unchanged = capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text(to_yaml({**config, "seed": 7}))
+
+    assert saved_config(tmp_path).seed == 7
+
+    assert not unchanged
+    assert capsys.readouterr().err == f"'{tmp_path}/config.yaml' was edited: seed is 7 (was 0)\n"
+
+
 def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

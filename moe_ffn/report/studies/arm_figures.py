@@ -227,7 +227,7 @@ def _cost_range(costs: Sequence[float]) -> dict[str, Any]:
 def differences(comparison: Comparison) -> go.Figure:
     """Draw each arm's paired difference from the baseline with its 95 % interval; left of 0 is better.
 
-    An arm with fewer than `MIN_SEEDS` seeds has a point per seed instead.
+    An arm without an interval has a point per seed instead.
     """
     rows = [
         (number, arm, arm.difference)
@@ -280,7 +280,7 @@ def differences(comparison: Comparison) -> go.Figure:
             "circle is significant after Holm's correction."
         )
     if any(paired.interval is None for _, _, paired in rows):
-        note += f" Arms with fewer than {MIN_SEEDS} seeds have a point per seed and no interval."
+        note += " Arms without an interval have a point per seed."
     title = f"Difference from {comparison.baseline}"
     return arms_figure(
         traces, title, note, x_axis, y_axis, height=122 + 44 * len(rows), showlegend=False

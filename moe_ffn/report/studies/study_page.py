@@ -48,7 +48,7 @@ from moe_ffn.report.studies.fits import (
 from moe_ffn.report.studies.markdown import markdown_row, markdown_table
 from moe_ffn.runs.options_in_words import block_of
 from moe_ffn.studies.comparison import Arm, Comparison
-from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.config import STUDY_FILE, StudyConfig
 from moe_ffn.studies.differences import differing, option_changes
 from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
@@ -168,6 +168,7 @@ def study_page(
         figures=page.figures,
         RESULTS_FILE=RESULTS_FILE,
         FIGURES_FILE=FIGURES_FILE,
+        STUDY_FILE=STUDY_FILE,
     )
     answer = study.answer.strip() or _short_verdict(comparison)
     question = f"[{study.question.strip() or study.name}]({study.name}.md)"
