@@ -144,6 +144,9 @@ def study_page(
         "study.md",
         study=study,
         arms=arms,
+        published=re.sub(
+            r"arXiv:(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", study.published.strip()
+        ),
         compared_with_ngrams=comparison.compared_with_ngrams,
         same=_same(compared),
         design=_design(comparison),
