@@ -85,6 +85,7 @@ TILES: dict[tuple[str, str], Tiles] = {
     },
     ("hopper", "tf32"): {
         **_same(Tile(128, 128, 32, 3, 8)),
+        "hidden": {0: Tile(128, 64, 32, 4, 8)},
         "hidden_gradient": {0: Tile(128, 64, 32, 3, 8)},
     },
     ("hopper", "float32"): {
