@@ -147,14 +147,13 @@ def paired_differences(
     paired: dict[str, list[float]] = {}
     with_two: dict[Any, list[str]] = defaultdict(list)
     for name, (losses, baseline) in arms.items():
-        seeds = [seed for seed in losses if seed in baseline]
+        seeds = sorted(losses.keys() & baseline.keys())
         if len(seeds) > 1:
             paired[name] = [losses[seed] - baseline[seed] for seed in seeds]
         if len(seeds) == 2:
-            with_two[tuple((seed, baseline[seed]) for seed in sorted(seeds))].append(name)
+            with_two[tuple((seed, baseline[seed]) for seed in seeds)].append(name)
     tested = {name: estimate(d) for name, d in paired.items() if len(d) >= MIN_SEEDS}
-    pooled = [names for names in with_two.values() if len(names) >= MIN_POOLED]
-    for names in pooled:
+    for names in (names for names in with_two.values() if len(names) >= MIN_POOLED):
         error, degrees = pooled_error([paired[name] for name in names])
         tested |= {name: Estimate(fmean(paired[name]), error, degrees) for name in names}
     p_values = dict(zip(tested, holm([e.p_value for e in tested.values()]), strict=True))
@@ -162,24 +161,24 @@ def paired_differences(
     p_equal_values = dict(zip(tested, p_equal, strict=True))
     differences: dict[str, PairedDifference] = {}
     for name, d in paired.items():
-        found = tested.get(name, estimate(d))
+        found, is_tested = tested.get(name, estimate(d)), name in tested
         sd, alpha = (
             found.error * math.sqrt(len(d)),
-            (1 - LEVEL) / len(tested if name in tested else paired),
+            (1 - LEVEL) / len(tested if is_tested else paired),
         )
         differences[name] = PairedDifference(
             fmean(d),
             "seeds",
             len(d),
-            found.interval if name in tested else None,
+            found.interval if is_tested else None,
             p_values.get(name),
             detectable_difference(sd, len(d), alpha=alpha, degrees=found.degrees)
-            if name in tested
+            if is_tested
             else None,
             seeds_needed(sd, alpha=alpha),
             margin,
             p_equal_values.get(name),
-            any(name in names for names in pooled),
+            is_tested and len(d) < MIN_SEEDS,
         )
     return differences
 

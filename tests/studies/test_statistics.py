@@ -110,6 +110,8 @@ def test_two_seeds_of_several_arms_have_the_error_of_a_block_design() -> None:
     assert found.is_pooled
     assert found.interval == pytest.approx((effect, effect - margin, effect + margin))
     assert estimate([1.0, 2.0]).degrees == 1
+    reversed_a = dict(reversed(arms["a"].items()))
+    assert paired_differences({**pairs, "a": (reversed_a, arms["base"])})["a"] == found, "any order"
     p_value = 2 * stats.t.sf(abs(effect) / math.sqrt(variance), 3)
     assert found.p_value is not None
     assert p_value <= found.p_value <= 3 * p_value + 1e-12, "Holm's"
