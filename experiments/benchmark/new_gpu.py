@@ -341,12 +341,9 @@ def tests(report: GPUReport) -> list[str]:
         return [f"Needs a GPU: `{' '.join(command)}`"]
     done = run_program(["-m", *command])
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    failed = [
-        f"- {line}"
-        for line in lines
-        if done.returncode and line.startswith(("/", "FAILED", "ERROR"))
-    ]
+    failed: list[str] = []
     if done.returncode:
+        failed = [f"- {line}" for line in lines if line.startswith(("/", "FAILED", "ERROR"))]
         report.todo.append("Tests failed, or did not run.")
     ranks = "" if several else "Ranks by NCCL need two GPUs, and were not tried."
     return [f"`pytest {' '.join(chosen)}`: {lines[-1]}", "", *failed, "", ranks]

@@ -218,9 +218,9 @@ def saved_config(folder: Path) -> TrainConfig:
             f"'{path}' lacks {lost[0]}{more}, so it was cut short{older}; restore the original file"
         )
     began, now = flatten(facts.model_extra or {}), flatten(in_file)
-    for key in began.keys() & now.keys():
-        if began[key] != now[key]:
-            change = f"{key} is {show_value(now[key])} (was {show_value(began[key])})"
+    for key, before in began.items():
+        if now.get(key, before) != before:
+            change = f"{key} is {show_value(now[key])} (was {show_value(before)})"
             _log_once(f"'{path}' was edited: {change}")
     if added:
         values = ", ".join(f"{key} {show_value(value)}" for key, value in added.items())

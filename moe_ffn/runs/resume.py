@@ -43,7 +43,6 @@ from moe_ffn.training.monitoring.json_lines import (
     Sample,
     cut_lines,
     num_damaged,
-    read_lines,
 )
 from moe_ffn.training.recovery.checkpoint_file import (
     IDENTITY,
@@ -268,10 +267,10 @@ def _remove_lines(
     The complete log has a line of `last_step`, unless that is -1.
     """
     count = num_damaged(path, kind)
-    cut_lines(path, kind, is_kept)
+    kept = cut_lines(path, kind, is_kept)
     if count:
         log.warning("'%s' is damaged: %d of its lines cannot be read and are removed", path, count)
-    elif last_step >= 0 and last_step not in {line.step for line in read_lines(path, kind)}:
+    elif last_step >= 0 and all(line.step != last_step for line in kept):
         log.warning("'%s' lost lines: it has none of step %d", path, last_step)
 
 

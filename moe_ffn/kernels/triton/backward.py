@@ -98,48 +98,15 @@ def hidden_gradient_kernel(
         left, right = tl.split(halves)
         half = column * BLOCK_O + tl.arange(0, BLOCK_O // 2)
         d_weights += _activation_backward(
-            left,
-            half,
-            valid,
-            weights,
-            pointers,
-            alpha,
-            limit,
-            F,
-            ACTIVATION,
-            GATED,
-            PRECISION,
-            BLOCK_M,
+            left, half, valid, weights, pointers, alpha, limit, F, ACTIVATION, GATED, PRECISION
         )
         half += BLOCK_O // 2
         d_weights += _activation_backward(
-            right,
-            half,
-            valid,
-            weights,
-            pointers,
-            alpha,
-            limit,
-            F,
-            ACTIVATION,
-            GATED,
-            PRECISION,
-            BLOCK_M,
+            right, half, valid, weights, pointers, alpha, limit, F, ACTIVATION, GATED, PRECISION
         )
     else:
         d_weights += _activation_backward(
-            d_hidden,
-            units,
-            valid,
-            weights,
-            pointers,
-            alpha,
-            limit,
-            F,
-            ACTIVATION,
-            GATED,
-            PRECISION,
-            BLOCK_M,
+            d_hidden, units, valid, weights, pointers, alpha, limit, F, ACTIVATION, GATED, PRECISION
         )
     d_weights_ptrs = d_weights_ptr + wide_first * d_weights_stride + tile * d_weights_stride
     tl.store(d_weights_ptrs + column, d_weights, mask=valid)
@@ -158,14 +125,13 @@ def _activation_backward(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
 ):
     """Write d_pre and w h of these units; return their part of dw."""
     pre_ptr, d_pre_ptr, hidden_ptr, dropout_ptr = pointers
     H: tl.constexpr = 2 * F if GATED else F
     UP: tl.constexpr = H - F
     stored = valid[:, None] & (units < F)[None, :]
-    tile = tl.arange(0, BLOCK_M)[:, None]
+    tile = tl.arange(0, d_hidden.shape[0])[:, None]
     pre_offsets = tile * H + units[None, :]
     hidden_offsets = tile * F + units[None, :]
     up = tl.load(pre_ptr + UP + pre_offsets, mask=stored, other=0.0).to(tl.float32)

@@ -315,7 +315,7 @@ def _operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(dtype)
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
-    if _precision(dtype) != "tf32" or knobs.runtime.interpret:
+    if _product_options(dtype)["PRECISION"] != "tf32":
         return x
     x = x.contiguous()
     rounded = torch.empty_like(x)

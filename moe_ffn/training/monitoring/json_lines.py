@@ -137,13 +137,14 @@ def num_damaged(path: Path, kind: type[Line]) -> int:
     return sum(value is None for _, value in _read(path, kind))
 
 
-def cut_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
-    """Remove the lines that a resumed run will write again, and damaged lines."""
-    kept = [line for line, value in _read(path, kind) if value is not None and is_kept(value)]
+def cut_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> list[AnyLine]:
+    """Remove the lines that a resumed run will write again, and damaged lines; return the others."""
+    kept = [(line, v) for line, v in _read(path, kind) if v is not None and is_kept(v)]
     if kept:
-        write_atomically(path, b"".join(kept))
+        write_atomically(path, b"".join(line for line, _ in kept))
     else:
         path.unlink(missing_ok=True)
+    return [value for _, value in kept]
 
 
 def _read(path: Path, kind: type[AnyLine]) -> Iterator[tuple[bytes, AnyLine | None]]:
