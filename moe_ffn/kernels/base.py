@@ -266,8 +266,8 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
 
 
 CPU_CAPABILITIES = {
-    torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
-    torch.float16: ("amx_fp16", "avx512_fp16"),
+    torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16"},
+    torch.float16: {"amx_fp16", "avx512_fp16"},
 }
 """Dtype -> CPU capabilities, any one of which makes its products faster than float32 products."""
 
@@ -283,11 +283,14 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def product_dtype_on_cpu(dtype: torch.dtype) -> torch.dtype:
-    """Return `dtype`, or float32 if this CPU only emulates it, at a fraction of float32's speed."""
-    names = CPU_CAPABILITIES.get(dtype)
-    if names is None or any(_capabilities().get(name) for name in names):
+    """Return `dtype`, or float32 if this CPU multiplies it at a fraction of float32's speed."""
+    if dtype not in CPU_CAPABILITIES:
         return dtype
-    return torch.float32
+    names, capabilities = CPU_CAPABILITIES[dtype], _capabilities()
+    if str(capabilities.get("cpu_name")).startswith("Intel"):
+        # Without AMX, a core of a Xeon of 2023 reaches 106 GFLOP/s in bfloat16, and 191 in float32.
+        names = names - {"avx512_bf16"}
+    return dtype if any(capabilities.get(name) for name in names) else torch.float32
 
 
 @cache

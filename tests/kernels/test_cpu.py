@@ -194,7 +194,13 @@ def test_a_cpu_without_reduced_products_computes_them_in_float32(
     ("dtype", "capabilities", "expected"),
     [
         (torch.bfloat16, {"amx_bf16": True}, torch.bfloat16),
-        (torch.bfloat16, {"avx512_bf16": True}, torch.bfloat16),
+        (torch.bfloat16, {"avx512_bf16": True, "cpu_name": "AMD EPYC"}, torch.bfloat16),
+        (torch.bfloat16, {"avx512_bf16": True, "cpu_name": "Intel Xeon"}, torch.float32),
+        (
+            torch.bfloat16,
+            {"avx512_bf16": True, "amx_bf16": True, "cpu_name": "Intel Xeon"},
+            torch.bfloat16,
+        ),
         (torch.bfloat16, {"avx512_f": True, "amx_fp16": True}, torch.float32),
         (torch.float16, {"amx_fp16": True}, torch.float16),
         (torch.float16, {"amx_bf16": True}, torch.float32),
