@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def help_page() -> str:
-    programs = "\n".join(f"  {name:10}   {meaning}" for name, meaning in PROGRAMS.items())
+    programs = "\n".join(f"  {name:11}  {meaning}" for name, meaning in PROGRAMS.items())
     return f"""usage:  moe-ffn PROGRAM ...
 
 {programs}
