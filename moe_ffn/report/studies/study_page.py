@@ -49,7 +49,7 @@ from moe_ffn.report.studies.markdown import markdown_row, markdown_table
 from moe_ffn.runs.options_in_words import block_of
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
-from moe_ffn.studies.differences import differing, option_changes
+from moe_ffn.studies.differences import differing, in_words
 from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
 
@@ -237,17 +237,18 @@ def _options(comparison: Comparison) -> Mapping[str, Sequence[str]]:
     first = next(arm for arm in comparison.arms if not arm.base)
     for arm in comparison.arms:
         base = comparison.base_of(arm) if arm.base else first
-        configs = base.results[0].config, arm.results[0].config
+        old_config, config = base.results[0].config, arm.results[0].config
+        changes = [*differing(old_config, config)]
         # Another type brings options of its own, which the description of the whole block shows.
         if whole := any(
             path.startswith("model.ffn.") and (isinstance(old, Mapping) or isinstance(new, Mapping))
-            for path, old, new in differing(*configs)
+            for path, old, new in changes
         ):
-            values[arm.name]["model.ffn"] = block_of(configs[1].get("model"))
-        for path, old, new in option_changes(*configs):
+            values[arm.name]["model.ffn"] = block_of(config.get("model"))
+        for path, old, new in changes:
             if not (whole and path.startswith("model.ffn.")):
-                values[arm.name][path] = new
-                values[base.name].setdefault(path, old)
+                values[arm.name][path] = in_words(path, new, config)
+                values[base.name].setdefault(path, in_words(path, old, old_config))
     blocks = {name: of_arm.pop("model.ffn", "") for name, of_arm in values.items()}
     return {
         name: [
