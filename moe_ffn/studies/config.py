@@ -28,15 +28,8 @@ STUDY_FILE = "study.yaml"
 Options = dict[str, Any]
 """Options of a run, nested or by dotted keys."""
 
-
-def _null_is_empty(value: Any) -> Any:
-    return {} if value is None else value
-
-
-def _null_arms_are_empty(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: _null_is_empty(arm) for name, arm in value.items()}
+NullableOptions = Annotated[Options, BeforeValidator(lambda value: {} if value is None else value)]
+"""Options in a file, where an empty section is null."""
 
 
 def _unique(seeds: list[int]) -> list[int]:
@@ -95,12 +88,12 @@ class StudyConfig(Config, frozen=True):
     """Figures that the page shows, such as losses.svg; the folder of the results gets all figures."""
     base: str | None = None
     """Config file with options of all runs, relative to the study's file; merged into `config`."""
-    config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
+    config: NullableOptions = Field(default={})
     """Options of all runs, over the defaults and `base`; nested, or by dotted keys. `{seed}` in a text is the
     seed of the run, as in `init_from: runs/other/moe-seed{seed}`."""
     seeds: Seeds = Field(default=[0])
     """Seeds; each arm has one run per seed."""
-    arms: Annotated[dict[str, Options], BeforeValidator(_null_arms_are_empty)] = Field(default={})
+    arms: dict[str, NullableOptions] = Field(default={})
     """Name -> options, over those of `config`; an arm may change several options."""
     grid: Grid = Field(default={})
     """Dotted option -> its values; each arm has runs with every combination of these values."""
