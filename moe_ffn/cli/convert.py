@@ -87,17 +87,24 @@ def _read(
     source: Path, *, is_ours: bool, trust_code: bool = False
 ) -> tuple[Decoder, Tokenizer | None, str]:
     """Read and describe a model; return its decoder, its tokenizer, and why a folder has none."""
+    tokenizer, problem = None, ""
     if is_ours:
         model = read_source(str(source), "SOURCE", trust_code=trust_code)
-        _print_source(source, "moe_ffn", model.decoder, model.tokenizer)
-        return model.decoder, model.tokenizer, ""
-    decoder = load_transformers(source)
-    tokenizer, problem = None, ""
-    try:
-        tokenizer = load_tokenizer(source)
-    except ConfigError as error:
-        problem = str(error)
-    _print_source(source, f"{architecture_of(source)} of transformers", decoder, tokenizer)
+        decoder, tokenizer, kind = model.decoder, model.tokenizer, "moe_ffn"
+    else:
+        decoder, kind = load_transformers(source), f"{architecture_of(source)} of transformers"
+        try:
+            tokenizer = load_tokenizer(source)
+        except ConfigError as error:
+            problem = str(error)
+    config = decoder.config
+    count = sum(parameter.numel() for parameter in decoder.parameters())
+    dtype = dtype_name(decoder.embedding.weight.dtype)
+    blocks = ", ".join(dict.fromkeys(ffn.describe() for ffn in config.layer_ffns()))
+    print(f"read: '{source}', {kind}, {count:,} parameters in {dtype}")
+    print(f"  {config.num_layers} layers of width {config.d_model}: {blocks}")
+    if tokenizer is not None:
+        print(f"  a tokenizer of {tokenizer.vocab_size:,} tokens")
     return decoder, tokenizer, problem
 
 
@@ -105,16 +112,3 @@ def _print_export(written: str, export: Export) -> None:
     print(f"written: {written}")
     for note in export.notes:
         print(f"  {note}")
-
-
-def _print_source(
-    source: Path, model_type: str, decoder: Decoder, tokenizer: Tokenizer | None
-) -> None:
-    config = decoder.config
-    count = sum(parameter.numel() for parameter in decoder.parameters())
-    dtype = dtype_name(decoder.embedding.weight.dtype)
-    blocks = ", ".join(dict.fromkeys(ffn.describe() for ffn in config.layer_ffns()))
-    print(f"read: '{source}', {model_type}, {count:,} parameters in {dtype}")
-    print(f"  {config.num_layers} layers of width {config.d_model}: {blocks}")
-    if tokenizer is not None:
-        print(f"  a tokenizer of {tokenizer.vocab_size:,} tokens")
