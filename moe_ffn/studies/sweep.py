@@ -312,17 +312,12 @@ class Sweep:
         for job in self.jobs_in("training"):
             if job.has_ended():
                 yield from self._ended(job)
-        for job in self.jobs_in("elsewhere"):
-            job.state = "waiting"
-            yield from self._start(job, was_elsewhere=True)
-        for job in self.jobs_in("waiting"):
+        for job in [*self.jobs_in("elsewhere"), *self.jobs_in("waiting")]:
             if len(self.jobs_in("training")) < self.num_at_once:
                 yield from self._start(job)
 
-    def _start(self, job: Job, was_elsewhere: bool = False) -> Iterator[str]:
-        if was_elsewhere and len(self.jobs_in("training")) >= self.num_at_once:
-            job.state = "elsewhere"
-            return
+    def _start(self, job: Job) -> Iterator[str]:
+        was_elsewhere = job.state == "elsewhere"
         try:
             how = job.start(self.num_threads, self.trust_code)
         except ConfigError as error:
