@@ -203,13 +203,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     The i-th smallest of m becomes the largest of (m - j + 1) p(j) over j <= i, at most 1. If all results
     below 0.05 are claimed, the probability that any claim is wrong is at most 0.05.
     """
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    corrected = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    order = np.argsort(p_values)
+    factors = np.arange(len(p_values), 0, -1)
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.maximum.accumulate(factors * np.asarray(p_values)[order]).clip(max=1)
+    return corrected.tolist()
 
 
 def detectable_difference(
