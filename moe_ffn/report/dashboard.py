@@ -80,6 +80,7 @@ def efficiency_panels() -> list[PanelTypes]:
 
 def routing_panels() -> list[PanelTypes]:
     """Return panels of the loads as heat maps, then of the metrics of each layer."""
+    of_validation = [m for m in metrics_per_layer() if m.measured == "validation"]
     return [
         reports.MediaBrowser(
             title="Load over the even share: layer x expert; the slider is time",
@@ -88,17 +89,8 @@ def routing_panels() -> list[PanelTypes]:
         ),
         # wandb draws a histogram per step, with a bin per expert, as expert x step. Every model has layer 0.
         _lines("Load of layer 0", "expert", "routing/layer_00/load"),
-        *(
-            _layer_panel(metric)
-            for metric in metrics_per_layer()
-            if metric.measured != "validation"
-        ),
-        *(_layer_panel(m, "validation/") for m in result_columns()),
-        *(
-            _layer_panel(m, "validation/")
-            for m in metrics_per_layer()
-            if m.measured == "validation"
-        ),
+        *(_layer_panel(m) for m in metrics_per_layer() if m not in of_validation),
+        *(_layer_panel(m, "validation/") for m in [*result_columns(), *of_validation]),
     ]
 
 
