@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moe_ffn.runs.assemble import RunCallbacks
 
 
-def plain_table(headers: Sequence[str], *, num_texts: int = 1, **options: Any) -> Table:
+def plain_table(headers: Sequence[str | Text], *, num_texts: int = 1, **options: Any) -> Table:
     """Return an empty table without lines; columns after the first `num_texts` are aligned to the right."""
     table = Table(box=None, pad_edge=False, **options)
     for place, name in enumerate(headers):
