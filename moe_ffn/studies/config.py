@@ -158,12 +158,8 @@ class StudyConfig(Config, frozen=True):
     @property
     def tuned_arms(self) -> dict[str, tuple[str, Options]]:
         """Arm of a tuning run -> the compared arm, and the tuned options with their values."""
-        if self.tuning is None:
-            return {}
         return {
-            self._arm_name(arm.name, values): (arm.name, values)
-            for arm in self._arms_to_tune()
-            for values in _combinations(self.tuning.grid)
+            self._arm_name(arm.name, values): (arm.name, values) for arm, values in self._tuned()
         }
 
     def _arms(self) -> Iterator[_Arm]:
@@ -172,9 +168,12 @@ class StudyConfig(Config, frozen=True):
                 layers = {f"arms.{name}.": options, "grid.": values}
                 yield _Arm(self._arm_name(name, values), layers)
 
-    def _arms_to_tune(self) -> Iterator[_Arm]:
-        chosen = self.tuning and self.tuning.arms
-        return (arm for arm in self._arms() if not chosen or arm.name in chosen)
+    def _tuned(self) -> Iterator[tuple[_Arm, Options]]:
+        """Yield each arm to tune with each combination of tuned values."""
+        if self.tuning is not None:
+            chosen = self.tuning.arms or self.arm_names
+            arms = [arm for arm in self._arms() if arm.name in chosen]
+            yield from itertools.product(arms, _combinations(self.tuning.grid))
 
     def _arm_name(self, arm: str, values: Mapping[str, Any]) -> str:
         """Return the name of an arm with its values, `swiglu,d_ff=256`; ambiguous keys get a full path."""
@@ -195,25 +194,19 @@ class StudyConfig(Config, frozen=True):
         runs: dict[str, PlannedRun] = {}
         for seed in self.seeds:
             for arm in self._arms():
-                run = self._planned(arm, seed, {})
+                run = self._planned(arm, {}, seed)
                 other = runs.setdefault(run.identity, run)
                 if other is not run:
                     raise ConfigError(
                         f"arms: '{other.arm}' and '{arm.name}' have the same options (an empty arm is the "
                         "default model); change one of them"
                     )
-        if self.tuning is None:
-            return list(runs.values())
-        tuned = [
-            self._planned(arm, seed, values)
-            for seed in self.tuning.seeds
-            for arm in self._arms_to_tune()
-            for values in _combinations(self.tuning.grid)
-        ]
+        seeds = self.tuning.seeds if self.tuning else ()
+        tuned = [self._planned(*arm, seed) for seed in seeds for arm in self._tuned()]
         known = {(run.identity, run.main_arm) for run in runs.values()}
         return [*runs.values(), *(r for r in tuned if (r.identity, r.main_arm) not in known)]
 
-    def _planned(self, arm: _Arm, seed: int, tuning: Options) -> PlannedRun:
+    def _planned(self, arm: _Arm, tuning: Options, seed: int) -> PlannedRun:
         layers = {"config.": self.config, **arm.layers}
         layers |= {"tuning.grid.": tuning, "--": self.overrides}
         layers = {section: _nested(layer) for section, layer in layers.items()}
