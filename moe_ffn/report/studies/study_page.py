@@ -415,9 +415,6 @@ HEAD = "| question | answer |\n|---|---|\n"
 def with_row(text: str, row: str) -> str:
     """Return the page of all studies with this row, which replaces the older row of the study."""
     introduction, _, table = text.partition(HEAD)
-    rows = {_linked(line): line for line in [*table.splitlines(), row]}
-    return (introduction or "# Studies\n\n") + HEAD + "\n".join(rows.values()) + "\n"
-
-
-def _linked(row: str) -> str:
-    return row.partition(" | ")[0].rpartition("](")[2]
+    lines = [*table.splitlines(), row]
+    by_page = {line.partition(" | ")[0].rpartition("](")[2]: line for line in lines}
+    return (introduction or "# Studies\n\n") + HEAD + "\n".join(by_page.values()) + "\n"
