@@ -55,23 +55,6 @@ class UnreadableRunError(ConfigError):
     """The options of a run cannot be read; the other runs are still trained."""
 
 
-def is_run_finished(config: TrainConfig) -> bool:
-    """Return True if the run with these options is finished.
-
-    Raises ConfigError if its folder holds a finished run with other options, or with options that cannot be
-    read (UnreadableRunError).
-    """
-    folder = run_folder.named_run_folder(config)
-    if not run_folder.is_finished(folder):
-        return False
-    for key, (before, now) in _differences(folder, config).items():
-        raise ConfigError(
-            f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
-            "old options, or choose another --name"
-        )
-    return True
-
-
 def has_begun(config: TrainConfig) -> bool:
     """Return True if the run with these options was started and can be resumed.
 
@@ -137,12 +120,21 @@ class Job:
         return self.run.folder.parent / LOGS_FOLDER / f"{self.name}.log"
 
     def update_state(self) -> None:
-        """Set `state` to `finished` if the run is finished; ConfigError if the folder holds another run."""
+        """Set `state` to `finished` if the run is finished; ConfigError if it has other options."""
+        folder = self.run.folder
+        if not run_folder.is_finished(folder):
+            return
         try:
-            if is_run_finished(self.run.config):
-                self.state = "finished"
+            changes = _differences(folder, self.run.config)
         except UnreadableRunError as error:
             self.fail(str(error))
+            return
+        for key, (before, now) in changes.items():
+            raise ConfigError(
+                f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give "
+                "the old options, or choose another --name"
+            )
+        self.state = "finished"
 
     def fail(self, problem: str) -> None:
         self.state, self.problem = "failed", problem
