@@ -54,11 +54,6 @@ class Interval(NamedTuple):
         return (self.high - self.low) / 2
 
 
-def t_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile of Student's t."""
-    return float(special.stdtrit(degrees, probability))
-
-
 class Estimate(NamedTuple):
     """A mean over pairs, its standard error, and the degrees of freedom of that error."""
 
@@ -69,7 +64,7 @@ class Estimate(NamedTuple):
     @property
     def interval(self) -> Interval:
         """Student's interval, mean +- t(degrees) error."""
-        margin = t_quantile((1 + LEVEL) / 2, self.degrees) * self.error
+        margin = float(special.stdtrit(self.degrees, (1 + LEVEL) / 2)) * self.error
         return Interval(self.mean, self.mean - margin, self.mean + margin)
 
     @property
@@ -225,7 +220,8 @@ def detectable_difference(
     1988, chapter 2). The estimate s is treated as the true standard deviation.
     """
     degrees = degrees or num_pairs - 1
-    noncentrality = special.nctdtrinc(degrees, 1 - power, t_quantile(1 - alpha / 2, degrees))
+    critical = special.stdtrit(degrees, 1 - alpha / 2)
+    noncentrality = special.nctdtrinc(degrees, 1 - power, critical)
     return float(noncentrality) * sd / math.sqrt(num_pairs)
 
 
