@@ -97,11 +97,10 @@ def few_words(base: RunResult, other: RunResult) -> str:
     """Name a run by its differences from `base`: `moe,learning_rate=0.001`; empty if there are none."""
     parts: list[str] = []
     for path, _, new in differing(base.config, other.config):
-        if isinstance(new, Mapping) and new.get("type"):
-            parts.append(str(new.get("type")).rpartition("/")[2])
-        else:
-            text = new if isinstance(new, str) else json.dumps(new)
-            parts.append(f"{path.rpartition('.')[2]}={text}")
+        text = value_in_words(new)
+        is_type = isinstance(new, Mapping) and new.get("type")
+        key = path.rpartition(".")[2]
+        parts.append(text.rpartition("/")[2] if is_type else f"{key}={text}")
     return ",".join(parts)
 
 
