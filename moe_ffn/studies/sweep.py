@@ -359,16 +359,13 @@ class Sweep:
     def stop(self) -> None:
         """Let the processes save after their step and exit; a KeyboardInterrupt ends them at once."""
         processes = [job.process for job in self.jobs_in("training") if job.process]
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        try:
+        for signum in (signal.SIGTERM, signal.SIGINT):
             for process in processes:
-                process.wait()
-        except KeyboardInterrupt:
-            for process in processes:
-                process.send_signal(signal.SIGINT)
-            for process in processes:
-                process.wait()
+                process.send_signal(signum)
+            with suppress(KeyboardInterrupt):
+                for process in processes:
+                    process.wait()
+                return
 
 
 def write_study(study: StudyConfig, folder: Path) -> None:
