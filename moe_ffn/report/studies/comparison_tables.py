@@ -58,22 +58,14 @@ def _losses(comparison: Comparison) -> Table:
         ]
     if any(1 < len(arm.losses) < MIN_SEEDS for arm in comparison.arms):
         legend.append("a loss of two seeds has no interval")
-    rows = []
+    rows: list[list[str]] = []
     for arm in comparison.arms:
-        row = [
-            arm.name,
-            str(len(arm.results)),
-            _with_margin(arm.loss, arm.interval),
-            number(arm.sd),
-        ]
-        if len(comparison.arms) > 1:
-            paired = arm.difference
-            row += [
-                _with_margin(paired.mean, paired.interval, "+.4f") if paired else NONE,
-                p_text(paired.p_value) if paired else NONE,
-                number(paired.detectable) if paired else NONE,
-            ]
-        rows.append(row)
+        loss = _with_margin(arm.loss, arm.interval)
+        row = [arm.name, str(len(arm.results)), loss, number(arm.sd)]
+        if paired := arm.difference:
+            difference = _with_margin(paired.mean, paired.interval, "+.4f")
+            row += [difference, p_text(paired.p_value), number(paired.detectable)]
+        rows.append(row + [NONE] * (len(headers) - len(row)))
     return Table("Loss", headers, rows, legend)
 
 
