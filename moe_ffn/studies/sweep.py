@@ -187,15 +187,6 @@ class Job:
             self.fail(f"failed ({how}); its output is in {self.log}")
         return True
 
-    def last_lines(self) -> list[str]:
-        """Return the last lines that the process printed."""
-        return _tail(self.log).decode(errors="replace").splitlines()[-_TAIL_LINES:]
-
-    @property
-    def validation_loss(self) -> float | None:
-        """Final loss of a finished run, in nats per token."""
-        return Summary.read(self.run.folder / run_folder.SUMMARY_FILE).validation_loss
-
     @property
     def max_steps(self) -> int:
         return self.run.config.trainer.max_steps
@@ -332,11 +323,12 @@ class Sweep:
         if num_left and left is not None:
             more += f", about {format_duration(left)}"
         if job.state == "finished":
-            loss = job.validation_loss
+            loss = Summary.read(job.run.folder / run_folder.SUMMARY_FILE).validation_loss
             how = f"{job.seconds:.0f} s" + (f", loss {loss:.4f}" if loss is not None else "")
             yield f"{job.name}: {how}{more}"
         else:
-            yield from (f"  {line}" for line in job.last_lines())
+            printed = _tail(job.log).decode(errors="replace").splitlines()
+            yield from (f"  {line}" for line in printed[-_TAIL_LINES:])
             yield f"{job.name}: {job.problem}{more}"
 
     def run(self, say: Callable[[str], None]) -> None:
