@@ -173,7 +173,12 @@ def to_json(workspace: ws.Workspace) -> str:
 
 def save(workspace: ws.Workspace) -> str:
     """Save the workspace as a new view; return its URL. ConfigError without a key, or if wandb rejects it."""
-    if not _has_key():
+    try:  # this neither asks the user nor uses the network
+        wandb.setup(wandb.Settings(silent=True))
+        key = wandb.api.api_key
+    except Exception as error:  # a malformed key
+        raise ConfigError(f"wandb cannot be used: {first_line(error)}") from error
+    if not key:
         raise ConfigError("no wandb key: run 'wandb login' or set WANDB_API_KEY; --json needs none")
     try:
         return workspace.save().url
@@ -182,12 +187,3 @@ def save(workspace: ws.Workspace) -> str:
             f"wandb did not save the workspace: {first_line(error).rstrip('. ')}; check the network, "
             f"the key and {workspace.entity}/{workspace.project}, or use --json"
         ) from error
-
-
-def _has_key() -> bool:
-    """Return True if a key is configured, without asking the user or using the network."""
-    try:
-        wandb.setup(wandb.Settings(silent=True))
-        return bool(wandb.api.api_key)
-    except Exception as error:  # a malformed key
-        raise ConfigError(f"wandb cannot be used: {first_line(error)}") from error
