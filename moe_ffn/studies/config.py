@@ -355,10 +355,11 @@ def _no_arm(name: str, arms: Sequence[str]) -> str:
 
 def _as_file_name(value: Any) -> str:
     """Return a value as part of a folder's name: `0.001`, `true`, `{type:moe}`."""
-    if isinstance(value, str):
-        return value.replace("/", "_").replace("\\", "_")
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
-    return text.replace('"', "").replace("/", "_").replace("\\", "_")
+    text = value
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+        text = text.replace('"', "")
+    return text.replace("/", "_").replace("\\", "_")
 
 
 def _with_section(line: str, layers: Mapping[str, Options], arm: str) -> str:
@@ -372,13 +373,9 @@ def _with_section(line: str, layers: Mapping[str, Options], arm: str) -> str:
 
 def _sets(options: Any, path: Sequence[str]) -> bool:
     """Return True if `options` sets the option at `path`, or a plain value in place of its section."""
-    for name in path:
-        if not isinstance(options, Mapping):
-            return True
-        if name not in options:
-            return False
-        options = options[name]
-    return True
+    if not path or not isinstance(options, Mapping):
+        return True
+    return path[0] in options and _sets(options[path[0]], path[1:])
 
 
 def _plain(value: Any) -> Any:
