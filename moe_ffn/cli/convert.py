@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, command
@@ -28,7 +29,7 @@ from moe_ffn.weights.pretrained import (
     save_pretrained,
 )
 from moe_ffn.weights.to_gguf import SUFFIX, export_gguf, require_absent_file
-from moe_ffn.weights.to_transformers import Export, export_transformers, require_absent
+from moe_ffn.weights.to_transformers import export_transformers, require_absent
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,29 +50,30 @@ def main(argv: Sequence[str]) -> int:
             "--packed exports a run or a model folder of moe_ffn to a folder of transformers, "
             f"not '{args.source}' to '{args.target}'; leave it out"
         )
-    if args.target.suffix == SUFFIX:
-        _export_gguf(args.source, args.target, is_ours=is_ours, trust_code=args.trust_code)
-    elif is_ours:
-        _export(args.source, args.target, trust_code=args.trust_code, packed=args.packed)
+    if is_ours or args.target.suffix == SUFFIX:
+        _export(args, is_ours=is_ours)
     else:
         _import(args.source, args.target)
     return 0
 
 
-def _export(source: Path, target: Path, *, trust_code: bool, packed: bool) -> None:
-    require_absent(target)  # before a large model is read
-    decoder, tokenizer, _ = _read(source, is_ours=True, trust_code=trust_code)
-    export = export_transformers(decoder, target, tokenizer, packed=packed)
-    _print_export(f"'{target}', {export.family.architecture} of transformers", export)
-
-
-def _export_gguf(source: Path, target: Path, *, is_ours: bool, trust_code: bool) -> None:
-    require_absent_file(target)
-    decoder, tokenizer, problem = _read(source, is_ours=is_ours, trust_code=trust_code)
-    if tokenizer is None:
+def _export(args: Any, *, is_ours: bool) -> None:
+    """Write a folder of transformers or a GGUF file, and describe it."""
+    target, is_gguf = args.target, args.target.suffix == SUFFIX
+    check_target = require_absent_file if is_gguf else require_absent
+    check_target(target)  # before a large model is read
+    decoder, tokenizer, problem = _read(args.source, is_ours=is_ours, trust_code=args.trust_code)
+    if not is_gguf:
+        export = export_transformers(decoder, target, tokenizer, packed=args.packed)
+        kind = f"{export.family.architecture} of transformers"
+    elif tokenizer is None:
         raise ConfigError(f"'{target}' needs a tokenizer; {problem or 'the model has none'}")
-    export = export_gguf(decoder, target, tokenizer)
-    _print_export(f"'{target}', {export.family.model_type} for llama.cpp", export)
+    else:
+        export = export_gguf(decoder, target, tokenizer)
+        kind = f"{export.family.model_type} for llama.cpp"
+    print(f"written: '{target}', {kind}")
+    for note in export.notes:
+        print(f"  {note}")
 
 
 def _import(source: Path, target: Path) -> None:
@@ -87,34 +89,22 @@ def _read(
     source: Path, *, is_ours: bool, trust_code: bool = False
 ) -> tuple[Decoder, Tokenizer | None, str]:
     """Read and describe a model; return its decoder, its tokenizer, and why a folder has none."""
+    tokenizer, problem = None, ""
     if is_ours:
         model = read_source(str(source), "SOURCE", trust_code=trust_code)
-        _print_source(source, "moe_ffn", model.decoder, model.tokenizer)
-        return model.decoder, model.tokenizer, ""
-    decoder = load_transformers(source)
-    tokenizer, problem = None, ""
-    try:
-        tokenizer = load_tokenizer(source)
-    except ConfigError as error:
-        problem = str(error)
-    _print_source(source, f"{architecture_of(source)} of transformers", decoder, tokenizer)
-    return decoder, tokenizer, problem
-
-
-def _print_export(written: str, export: Export) -> None:
-    print(f"written: {written}")
-    for note in export.notes:
-        print(f"  {note}")
-
-
-def _print_source(
-    source: Path, model_type: str, decoder: Decoder, tokenizer: Tokenizer | None
-) -> None:
+        decoder, tokenizer, kind = model.decoder, model.tokenizer, "moe_ffn"
+    else:
+        decoder, kind = load_transformers(source), f"{architecture_of(source)} of transformers"
+        try:
+            tokenizer = load_tokenizer(source)
+        except ConfigError as error:
+            problem = str(error)
     config = decoder.config
     count = sum(parameter.numel() for parameter in decoder.parameters())
     dtype = dtype_name(decoder.embedding.weight.dtype)
     blocks = ", ".join(dict.fromkeys(ffn.describe() for ffn in config.layer_ffns()))
-    print(f"read: '{source}', {model_type}, {count:,} parameters in {dtype}")
+    print(f"read: '{source}', {kind}, {count:,} parameters in {dtype}")
     print(f"  {config.num_layers} layers of width {config.d_model}: {blocks}")
     if tokenizer is not None:
         print(f"  a tokenizer of {tokenizer.vocab_size:,} tokens")
+    return decoder, tokenizer, problem

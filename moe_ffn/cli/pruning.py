@@ -22,7 +22,7 @@ from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.prepare import validation_batches
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.evaluation import evaluate
-from moe_ffn.weights import InitialiserConfig, MergeConfig, PruneConfig
+from moe_ffn.weights import MergeConfig, PruneConfig
 from moe_ffn.weights.init_from import read_source
 
 Method = Literal["reap", "frequency", "random", "merge"]
@@ -60,15 +60,21 @@ def main(argv: Sequence[str]) -> int:
     def loss_of(decoder: Decoder) -> float:
         return evaluate(decoder, batches, data.tokenizer.byte_lengths).loss
 
-    losses: dict[int, dict[str, list[float]]] = {}
-    for num_experts in config.num_experts:
-        losses[num_experts] = {
-            name: [
-                loss_of(_method(name, num_experts).initialise([source.decoder], ids_BS, generator))
-                for generator in _generators(config, name)
-            ]
-            for name in config.methods
-        }
+    def losses_of(name: Method, num_experts: int) -> list[float]:
+        """Return the loss with this number of experts, of each draw."""
+        method = (
+            MergeConfig(num_experts=num_experts)
+            if name == "merge"
+            else PruneConfig(num_experts=num_experts, by=name)
+        )
+        seeds = range(config.seed, config.seed + (config.num_draws if name == "random" else 1))
+        generators = (torch.Generator().manual_seed(seed) for seed in seeds)
+        return [loss_of(method.initialise([source.decoder], ids_BS, g)) for g in generators]
+
+    losses: dict[int, dict[str, list[float]]] = {
+        num_experts: {name: losses_of(name, num_experts) for name in config.methods}
+        for num_experts in config.num_experts
+    }
     source_loss = loss_of(source.decoder)
     stacks = [ffn.expert_stack for ffn in source.decoder.config.layer_ffns()]
     all_experts = max(stack.num_experts for stack in stacks if stack is not None)
@@ -83,17 +89,6 @@ def _add_flags(parser: Parser) -> None:
     parser.add("--source FOLDER", "model folder or folder of a run", type=str)
     parser.add("--json FILE", "also write the losses to a JSON file", type=json_file)
     parser.add_trust()
-
-
-def _method(name: Method, num_experts: int) -> InitialiserConfig:
-    if name == "merge":
-        return MergeConfig(num_experts=num_experts)
-    return PruneConfig(num_experts=num_experts, by=name)
-
-
-def _generators(config: PruningConfig, name: Method) -> list[torch.Generator]:
-    draws = config.num_draws if name == "random" else 1
-    return [torch.Generator().manual_seed(config.seed + draw) for draw in range(draws)]
 
 
 def _table(

@@ -16,6 +16,7 @@ from pathlib import Path
 from moe_ffn.cli.parser import Parser, page_file
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.report.page import follow_runs, write_report
+from moe_ffn.runs.folder import REPORT_FILE
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--every: must be from 0.1 to 86400 seconds, got {args.every}")
     from moe_ffn.report.studies.comparison_page import html_of_runs  # loads plotly
 
-    output = args.output or default_output(args.runs)
+    first, is_one = args.runs[0], len({folder.resolve() for folder in args.runs}) == 1
+    output = args.output or (first if is_one else first.resolve().parent) / REPORT_FILE
     if args.watch:
         say = partial(print, flush=True)
         follow_runs(args.runs, output, args.every, say, html_of=html_of_runs)
@@ -43,10 +45,3 @@ def main(argv: Sequence[str]) -> int:
     write_report(args.runs, output, html_of=html_of_runs)
     print(output)
     return 0
-
-
-def default_output(folders: Sequence[Path]) -> Path:
-    """Return the path of the page: in the run, or for several runs next to the first one."""
-    first = folders[0]
-    is_one = len({folder.resolve() for folder in folders}) == 1
-    return (first if is_one else first.resolve().parent) / "report.html"

@@ -4,5 +4,5 @@ A run         page.py, tables.py (terminal), run_summary.py (texts), figures.py,
 Many runs     studies/
 A text        trace.py and trace_view.py (experts of each token), expert_tokens.py (tokens of each expert)
 Units         inspect/
-Shared        html.py and templates/, numbers.py, plots.py and drawing.py (plotly)
+Shared        html.py and templates/, plots.py and drawing.py (plotly)
 """

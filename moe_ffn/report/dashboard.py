@@ -80,6 +80,7 @@ def efficiency_panels() -> list[PanelTypes]:
 
 def routing_panels() -> list[PanelTypes]:
     """Return panels of the loads as heat maps, then of the metrics of each layer."""
+    of_validation = [m for m in metrics_per_layer() if m.measured == "validation"]
     return [
         reports.MediaBrowser(
             title="Load over the even share: layer x expert; the slider is time",
@@ -88,17 +89,8 @@ def routing_panels() -> list[PanelTypes]:
         ),
         # wandb draws a histogram per step, with a bin per expert, as expert x step. Every model has layer 0.
         _lines("Load of layer 0", "expert", "routing/layer_00/load"),
-        *(
-            _layer_panel(metric)
-            for metric in metrics_per_layer()
-            if metric.measured != "validation"
-        ),
-        *(_layer_panel(m, "validation/") for m in result_columns()),
-        *(
-            _layer_panel(m, "validation/")
-            for m in metrics_per_layer()
-            if m.measured == "validation"
-        ),
+        *(_layer_panel(m) for m in metrics_per_layer() if m not in of_validation),
+        *(_layer_panel(m, "validation/") for m in [*result_columns(), *of_validation]),
     ]
 
 
@@ -181,7 +173,12 @@ def to_json(workspace: ws.Workspace) -> str:
 
 def save(workspace: ws.Workspace) -> str:
     """Save the workspace as a new view; return its URL. ConfigError without a key, or if wandb rejects it."""
-    if not _has_key():
+    try:  # this neither asks the user nor uses the network
+        wandb.setup(wandb.Settings(silent=True))
+        key = wandb.api.api_key
+    except Exception as error:  # a malformed key
+        raise ConfigError(f"wandb cannot be used: {first_line(error)}") from error
+    if not key:
         raise ConfigError("no wandb key: run 'wandb login' or set WANDB_API_KEY; --json needs none")
     try:
         return workspace.save().url
@@ -190,12 +187,3 @@ def save(workspace: ws.Workspace) -> str:
             f"wandb did not save the workspace: {first_line(error).rstrip('. ')}; check the network, "
             f"the key and {workspace.entity}/{workspace.project}, or use --json"
         ) from error
-
-
-def _has_key() -> bool:
-    """Return True if a key is configured, without asking the user or using the network."""
-    try:
-        wandb.setup(wandb.Settings(silent=True))
-        return bool(wandb.api.api_key)
-    except Exception as error:  # a malformed key
-        raise ConfigError(f"wandb cannot be used: {first_line(error)}") from error

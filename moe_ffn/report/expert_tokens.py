@@ -20,8 +20,8 @@ from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.outputs import PairsOnlyRouting, Routing
-from moe_ffn.report.trace import expert_names, origin, visible
+from moe_ffn.outputs import Routing
+from moe_ffn.report.trace import expert_names, origin, visible, with_all_scores
 from moe_ffn.runs.reader import Run
 
 MAX_FLOPS = 2e10
@@ -95,7 +95,7 @@ def route_windows(
 ) -> dict[str, Assignment]:
     """Return router -> its choices for windows of token ids, read one after the other.
 
-    A `PairsOnlyRouting` is skipped, because it has too many experts to show each one.
+    Routings without all scores are skipped, because they have too many experts to show each one.
     """
     infos = decoder.config.router_infos()
     token_selectors = [name for name, info in infos.items() if info.selects_tokens]
@@ -104,9 +104,7 @@ def route_windows(
     first = 0
     for ids_BS in torch.from_numpy(windows_WS).split(max(BATCH_TOKENS // windows_WS.shape[1], 1)):
         routings = decoder(ids_BS.to(device)).routings
-        for name, routing in routings.items():
-            if isinstance(routing, PairsOnlyRouting):
-                continue
+        for name, routing in with_all_scores(routings).items():
             if name not in assignments:
                 names = expert_names(routing, infos.get(name))
                 assignments[name] = Assignment(name, names, windows_WS.size)

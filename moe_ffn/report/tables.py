@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
 from itertools import groupby
@@ -19,7 +19,6 @@ from moe_ffn.config.errors import printable
 from moe_ffn.config.numbers import compact
 from moe_ffn.config.sizes import linear_flops
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import short_name
 from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, summarize_load
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from moe_ffn.runs.assemble import RunCallbacks
 
 
-def plain_table(headers: Sequence[str], *, num_texts: int = 1, **options: Any) -> Table:
+def plain_table(headers: Sequence[str | Text], *, num_texts: int = 1, **options: Any) -> Table:
     """Return an empty table without lines; columns after the first `num_texts` are aligned to the right."""
     table = Table(box=None, pad_edge=False, **options)
     for place, name in enumerate(headers):
@@ -111,7 +110,9 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
         kind = attention.describe(window)
         flops = attention.flops_per_token(d_model, seq_len, model.causal, window)
         add(f"attention x {count}", kind, params, params, flops, count=count)
-    for ffn, layers in _equal_neighbours(model.layer_ffns()):
+    # Consecutive layers with the same block are one row.
+    for _, items in groupby(enumerate(model.layer_ffns()), key=lambda item: item[1].to_dict()):
+        layers, (ffn, *_) = zip(*items, strict=True)
         span = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         params, active = ffn.num_params(d_model), ffn.num_active_params(d_model)
         flops = ffn.flops_per_token(d_model, seq_len)
@@ -193,10 +194,3 @@ def listed_expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
         for layer, values in routing.items()
     )
     return "\n".join(["experts that a batch of the validation split used", *lines])
-
-
-def _equal_neighbours(ffns: list[FFNConfig]) -> Iterator[tuple[FFNConfig, list[int]]]:
-    """Yield each block and the consecutive layers that have it."""
-    for _, items in groupby(enumerate(ffns), key=lambda item: item[1].to_dict()):
-        layers, blocks = zip(*items, strict=True)
-        yield blocks[0], list(layers)

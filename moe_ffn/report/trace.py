@@ -131,7 +131,7 @@ def trace_text(
 
 def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Routing]) -> None:
     """Raise a ConfigError if no routing of the model in `folder` has a score per expert."""
-    if _with_all_scores(routings):
+    if with_all_scores(routings):
         return
     if routings:
         raise ConfigError(
@@ -160,13 +160,13 @@ def trace_of_decoder(
     """
     token_bytes, infos = tokenizer.token_bytes, model.router_infos()
     check_routes(folder, model, outputs[-1][0].routings)
-    routings = _with_all_scores(outputs[-1][0].routings)
+    routings = with_all_scores(outputs[-1][0].routings)
     token_selectors = [name for name, info in infos.items() if info.selects_tokens]
     visits: dict[str, list[Visit | None]] = {name: [] for name in routings}
     predictions: list[Prediction | None] = []
     for output, num_new in outputs:
         for name, all_visits in visits_by_layer(
-            _with_all_scores(output.routings), token_selectors
+            with_all_scores(output.routings), token_selectors
         ).items():
             visits[name] += all_visits[-num_new:]
         predictions += _predictions(output.logits[0, -num_new:], token_bytes)
@@ -177,7 +177,8 @@ def trace_of_decoder(
     return trace_of(folder, tokens, routings, visits, predictions, unrouted, infos, layers)
 
 
-def _with_all_scores(routings: Mapping[str, Routing]) -> dict[str, Routing]:
+def with_all_scores(routings: Mapping[str, Routing]) -> dict[str, Routing]:
+    """Return the routings whose routers score every expert."""
     return {k: r for k, r in routings.items() if not isinstance(r, PairsOnlyRouting)}
 
 

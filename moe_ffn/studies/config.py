@@ -28,15 +28,8 @@ STUDY_FILE = "study.yaml"
 Options = dict[str, Any]
 """Options of a run, nested or by dotted keys."""
 
-
-def _null_is_empty(value: Any) -> Any:
-    return {} if value is None else value
-
-
-def _null_arms_are_empty(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: _null_is_empty(arm) for name, arm in value.items()}
+NullableOptions = Annotated[Options, BeforeValidator(lambda value: {} if value is None else value)]
+"""Options in a file, where an empty section is null."""
 
 
 def _unique(seeds: list[int]) -> list[int]:
@@ -95,12 +88,12 @@ class StudyConfig(Config, frozen=True):
     """Figures that the page shows, such as losses.svg; the folder of the results gets all figures."""
     base: str | None = None
     """Config file with options of all runs, relative to the study's file; merged into `config`."""
-    config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
+    config: NullableOptions = Field(default={})
     """Options of all runs, over the defaults and `base`; nested, or by dotted keys. `{seed}` in a text is the
     seed of the run, as in `init_from: runs/other/moe-seed{seed}`."""
     seeds: Seeds = Field(default=[0])
     """Seeds; each arm has one run per seed."""
-    arms: Annotated[dict[str, Options], BeforeValidator(_null_arms_are_empty)] = Field(default={})
+    arms: dict[str, NullableOptions] = Field(default={})
     """Name -> options, over those of `config`; an arm may change several options."""
     grid: Grid = Field(default={})
     """Dotted option -> its values; each arm has runs with every combination of these values."""
@@ -165,12 +158,8 @@ class StudyConfig(Config, frozen=True):
     @property
     def tuned_arms(self) -> dict[str, tuple[str, Options]]:
         """Arm of a tuning run -> the compared arm, and the tuned options with their values."""
-        if self.tuning is None:
-            return {}
         return {
-            self._arm_name(arm.name, values): (arm.name, values)
-            for arm in self._arms_to_tune()
-            for values in _combinations(self.tuning.grid)
+            self._arm_name(arm.name, values): (arm.name, values) for arm, values in self._tuned()
         }
 
     def _arms(self) -> Iterator[_Arm]:
@@ -179,9 +168,12 @@ class StudyConfig(Config, frozen=True):
                 layers = {f"arms.{name}.": options, "grid.": values}
                 yield _Arm(self._arm_name(name, values), layers)
 
-    def _arms_to_tune(self) -> Iterator[_Arm]:
-        chosen = self.tuning and self.tuning.arms
-        return (arm for arm in self._arms() if not chosen or arm.name in chosen)
+    def _tuned(self) -> Iterator[tuple[_Arm, Options]]:
+        """Yield each arm to tune with each combination of tuned values."""
+        if self.tuning is not None:
+            chosen = self.tuning.arms or self.arm_names
+            arms = [arm for arm in self._arms() if arm.name in chosen]
+            yield from itertools.product(arms, _combinations(self.tuning.grid))
 
     def _arm_name(self, arm: str, values: Mapping[str, Any]) -> str:
         """Return the name of an arm with its values, `swiglu,d_ff=256`; ambiguous keys get a full path."""
@@ -202,25 +194,19 @@ class StudyConfig(Config, frozen=True):
         runs: dict[str, PlannedRun] = {}
         for seed in self.seeds:
             for arm in self._arms():
-                run = self._planned(arm, seed, {})
+                run = self._planned(arm, {}, seed)
                 other = runs.setdefault(run.identity, run)
                 if other is not run:
                     raise ConfigError(
                         f"arms: '{other.arm}' and '{arm.name}' have the same options (an empty arm is the "
                         "default model); change one of them"
                     )
-        if self.tuning is None:
-            return list(runs.values())
-        tuned = [
-            self._planned(arm, seed, values)
-            for seed in self.tuning.seeds
-            for arm in self._arms_to_tune()
-            for values in _combinations(self.tuning.grid)
-        ]
+        seeds = self.tuning.seeds if self.tuning else ()
+        tuned = [self._planned(*arm, seed) for seed in seeds for arm in self._tuned()]
         known = {(run.identity, run.main_arm) for run in runs.values()}
         return [*runs.values(), *(r for r in tuned if (r.identity, r.main_arm) not in known)]
 
-    def _planned(self, arm: _Arm, seed: int, tuning: Options) -> PlannedRun:
+    def _planned(self, arm: _Arm, tuning: Options, seed: int) -> PlannedRun:
         layers = {"config.": self.config, **arm.layers}
         layers |= {"tuning.grid.": tuning, "--": self.overrides}
         layers = {section: _nested(layer) for section, layer in layers.items()}
@@ -369,10 +355,11 @@ def _no_arm(name: str, arms: Sequence[str]) -> str:
 
 def _as_file_name(value: Any) -> str:
     """Return a value as part of a folder's name: `0.001`, `true`, `{type:moe}`."""
-    if isinstance(value, str):
-        return value.replace("/", "_").replace("\\", "_")
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
-    return text.replace('"', "").replace("/", "_").replace("\\", "_")
+    text = value
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+        text = text.replace('"', "")
+    return text.replace("/", "_").replace("\\", "_")
 
 
 def _with_section(line: str, layers: Mapping[str, Options], arm: str) -> str:
@@ -386,13 +373,9 @@ def _with_section(line: str, layers: Mapping[str, Options], arm: str) -> str:
 
 def _sets(options: Any, path: Sequence[str]) -> bool:
     """Return True if `options` sets the option at `path`, or a plain value in place of its section."""
-    for name in path:
-        if not isinstance(options, Mapping):
-            return True
-        if name not in options:
-            return False
-        options = options[name]
-    return True
+    if not path or not isinstance(options, Mapping):
+        return True
+    return path[0] in options and _sets(options[path[0]], path[1:])
 
 
 def _plain(value: Any) -> Any:

@@ -29,13 +29,8 @@ def option_differences(base: Mapping[str, Any], other: Mapping[str, Any]) -> lis
 
     A section whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.
     """
-    return [f"{path}: {old} -> {new}" for path, old, new in option_changes(base, other)]
-
-
-def option_changes(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (path, value in `base`, value in `other`), in words, of each option that differs."""
     return [
-        (path, _describe(path, old, base), _describe(path, new, other))
+        f"{path}: {in_words(path, old, base)} -> {in_words(path, new, other)}"
         for path, old, new in differing(base, other)
     ]
 
@@ -85,7 +80,8 @@ def _differing(
             yield path, old, new
 
 
-def _describe(path: str, value: Any, options: Mapping[str, Any]) -> str:
+def in_words(path: str, value: Any, options: Mapping[str, Any]) -> str:
+    """Return the value that an option has among the `options` of a run, in words."""
     block = block_of(options.get("model")) if path == "model.ffn" else ""
     return block or value_in_words(value)
 
@@ -101,11 +97,10 @@ def few_words(base: RunResult, other: RunResult) -> str:
     """Name a run by its differences from `base`: `moe,learning_rate=0.001`; empty if there are none."""
     parts: list[str] = []
     for path, _, new in differing(base.config, other.config):
-        if isinstance(new, Mapping) and new.get("type"):
-            parts.append(str(new.get("type")).rpartition("/")[2])
-        else:
-            text = new if isinstance(new, str) else json.dumps(new)
-            parts.append(f"{path.rpartition('.')[2]}={text}")
+        text = value_in_words(new)
+        is_type = isinstance(new, Mapping) and new.get("type")
+        key = path.rpartition(".")[2]
+        parts.append(text.rpartition("/")[2] if is_type else f"{key}={text}")
     return ",".join(parts)
 
 

@@ -217,13 +217,8 @@ def _each_once(found: Sequence[_Source]) -> list[RunResult]:
 
 def read_timing(folder: Path) -> dict[str, float]:
     """Return arm -> seconds of a step, from the `TIMING_FILE` of a study; empty without one."""
-    arms = (read_object(folder / TIMING_FILE) or {}).get("arms")
-    return {
-        arm: seconds
-        for arm, values in (arms.items() if isinstance(arms, Mapping) else ())
-        if isinstance(values, Mapping)
-        and isinstance(seconds := values.get("seconds_per_step"), float)
-    }
+    arms = (read_object(folder / TIMING_FILE) or {}).get("arms", {})
+    return {arm: values["seconds_per_step"] for arm, values in arms.items()}
 
 
 def _unfit(result: RunResult, path: Path) -> str:

@@ -50,11 +50,9 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
     x, y = positive_logs("size", sizes), np.exp(positive_logs("loss", losses))
     check_runs({"size": x}, y, 3)
     centre = x.mean()  # keeps the least-squares problem well-conditioned
-    design = np.vander(x - centre, 3)
-    solve = np.linalg.pinv(design)
-    estimate = solve @ y
-    residuals = y - design @ estimate
-    drawn = resampled_residuals(residuals, 3, FIT_RESAMPLES, np.random.default_rng(seed))
+    estimate = np.polyfit(x - centre, y, 2)
+    fitted = np.polyval(estimate, x - centre)
+    drawn = resampled_residuals(y - fitted, 3, FIT_RESAMPLES, np.random.default_rng(seed))
     low, high = x.min() - centre, x.max() - centre
 
     def lowest(coefficients: Array) -> Array:
@@ -64,7 +62,7 @@ def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int =
         return np.where((a > 0) & (low < vertex) & (vertex < high), vertex, np.nan)
 
     vertex = float(lowest(estimate))
-    resampled = lowest(solve @ (design @ estimate + drawn).T) + centre
+    resampled = lowest(np.polyfit(x - centre, (fitted + drawn).T, 2)) + centre
     share_without = float(np.isnan(resampled).mean())
     a, b, c = map(float, estimate)
     minimum, problem = None, ""

@@ -297,14 +297,12 @@ def first_at(xs: Sequence[float], ys: Sequence[float], y: float) -> float | None
 
     If the first point is already at or below `y`, return its x.
     """
-    before: tuple[float, float] | None = None
-    for point in zip(xs, ys, strict=True):
-        if point[1] <= y:
-            share = (before[1] - y) / (before[1] - point[1]) if before else 1.0
-            start = before[0] if before else point[0]
-            return float(start + share * (point[0] - start))
-        before = point
-    return None
+    reached = np.flatnonzero(np.asarray(ys) <= y)
+    if not len(reached):
+        return None
+    first = int(reached[0])
+    before = max(first - 1, 0)
+    return float(np.interp(y, [ys[first], ys[before]], [xs[first], xs[before]]))
 
 
 def _layer_mean(run: Run, key: str) -> float | None:

@@ -59,7 +59,6 @@ class Law:
 
     formula: str
     source: str
-    variables: Sequence[str]
     size: str
     """Variable that measures the size of a run, for `Fit.held_out_error`."""
     parameters: Mapping[str, Parameter]
@@ -75,7 +74,6 @@ def power_law(variable: str) -> Law:
     return Law(
         formula=f"L = E + A / {variable}^alpha",
         source="Hoffmann et al. 2022, arXiv 2203.15556, in one variable",
-        variables=(variable,),
         size=variable,
         parameters={
             "E": Parameter((-1.0, -0.5, 0.0, 0.5, 1.0), is_log=True),
@@ -102,7 +100,6 @@ CLARK = Law(
     formula="log10 L = a log10 N + b log10 E^ + c log10 N log10 E^ + d, "
     "1/E^ = 1 / (E - 1 + 1 / (1/E_start - 1/E_max)) + 1/E_max",
     source="Clark et al. 2022, arXiv 2202.01169, equations 1 and 2",
-    variables=("N", "E"),
     size="N",
     parameters={
         "a": Parameter((-0.1,)),
@@ -121,7 +118,6 @@ CLARK = Law(
 class Fit:
     """A law fitted to the losses of runs."""
 
-    law: Law
     parameters: Mapping[str, Interval]
     residuals: tuple[float, ...]
     """Measured minus fitted log L of each run, in the given order."""
@@ -164,7 +160,7 @@ def fit(
     are fitted to all runs. Raises ConfigError if lengths differ, a value is not positive and finite, a
     variable or the loss is the same in all runs, or there are no more runs than parameters.
     """
-    x = {name: positive_logs(name, variables[name]) for name in law.variables}
+    x = {name: positive_logs(name, values) for name, values in variables.items()}
     y = positive_logs("loss", losses)
     num_parameters = len(law.parameters)
     check_runs(x, y, num_parameters)
@@ -182,7 +178,6 @@ def fit(
     # Widths solved for equal FLOPs give slightly different sizes, which count as one size.
     largest = x[law.size] >= x[law.size].max() - math.log1p(MAX_MISMATCH)
     return Fit(
-        law,
         parameters={
             name: Interval(*map(math.exp, interval)) if kinds[name].is_log else interval
             for name, interval in intervals.items()

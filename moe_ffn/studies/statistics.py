@@ -54,11 +54,6 @@ class Interval(NamedTuple):
         return (self.high - self.low) / 2
 
 
-def t_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile of Student's t."""
-    return float(special.stdtrit(degrees, probability))
-
-
 class Estimate(NamedTuple):
     """A mean over pairs, its standard error, and the degrees of freedom of that error."""
 
@@ -69,7 +64,7 @@ class Estimate(NamedTuple):
     @property
     def interval(self) -> Interval:
         """Student's interval, mean +- t(degrees) error."""
-        margin = t_quantile((1 + LEVEL) / 2, self.degrees) * self.error
+        margin = float(special.stdtrit(self.degrees, (1 + LEVEL) / 2)) * self.error
         return Interval(self.mean, self.mean - margin, self.mean + margin)
 
     @property
@@ -203,13 +198,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     The i-th smallest of m becomes the largest of (m - j + 1) p(j) over j <= i, at most 1. If all results
     below 0.05 are claimed, the probability that any claim is wrong is at most 0.05.
     """
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    corrected = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    order = np.argsort(p_values)
+    factors = np.arange(len(p_values), 0, -1)
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.maximum.accumulate(factors * np.asarray(p_values)[order]).clip(max=1)
+    return corrected.tolist()
 
 
 def detectable_difference(
@@ -227,7 +220,8 @@ def detectable_difference(
     1988, chapter 2). The estimate s is treated as the true standard deviation.
     """
     degrees = degrees or num_pairs - 1
-    noncentrality = special.nctdtrinc(degrees, 1 - power, t_quantile(1 - alpha / 2, degrees))
+    critical = special.stdtrit(degrees, 1 - alpha / 2)
+    noncentrality = special.nctdtrinc(degrees, 1 - power, critical)
     return float(noncentrality) * sd / math.sqrt(num_pairs)
 
 

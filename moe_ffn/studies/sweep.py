@@ -55,23 +55,6 @@ class UnreadableRunError(ConfigError):
     """The options of a run cannot be read; the other runs are still trained."""
 
 
-def is_run_finished(config: TrainConfig) -> bool:
-    """Return True if the run with these options is finished.
-
-    Raises ConfigError if its folder holds a finished run with other options, or with options that cannot be
-    read (UnreadableRunError).
-    """
-    folder = run_folder.named_run_folder(config)
-    if not run_folder.is_finished(folder):
-        return False
-    for key, (before, now) in _differences(folder, config).items():
-        raise ConfigError(
-            f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
-            "old options, or choose another --name"
-        )
-    return True
-
-
 def has_begun(config: TrainConfig) -> bool:
     """Return True if the run with these options was started and can be resumed.
 
@@ -137,12 +120,21 @@ class Job:
         return self.run.folder.parent / LOGS_FOLDER / f"{self.name}.log"
 
     def update_state(self) -> None:
-        """Set `state` to `finished` if the run is finished; ConfigError if the folder holds another run."""
+        """Set `state` to `finished` if the run is finished; ConfigError if it has other options."""
+        folder = self.run.folder
+        if not run_folder.is_finished(folder):
+            return
         try:
-            if is_run_finished(self.run.config):
-                self.state = "finished"
+            changes = _differences(folder, self.run.config)
         except UnreadableRunError as error:
             self.fail(str(error))
+            return
+        for key, (before, now) in changes.items():
+            raise ConfigError(
+                f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give "
+                "the old options, or choose another --name"
+            )
+        self.state = "finished"
 
     def fail(self, problem: str) -> None:
         self.state, self.problem = "failed", problem
@@ -194,15 +186,6 @@ class Job:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self.fail(f"failed ({how}); its output is in {self.log}")
         return True
-
-    def last_lines(self) -> list[str]:
-        """Return the last lines that the process printed."""
-        return _tail(self.log).decode(errors="replace").splitlines()[-_TAIL_LINES:]
-
-    @property
-    def validation_loss(self) -> float | None:
-        """Final loss of a finished run, in nats per token."""
-        return Summary.read(self.run.folder / run_folder.SUMMARY_FILE).validation_loss
 
     @property
     def max_steps(self) -> int:
@@ -312,17 +295,12 @@ class Sweep:
         for job in self.jobs_in("training"):
             if job.has_ended():
                 yield from self._ended(job)
-        for job in self.jobs_in("elsewhere"):
-            job.state = "waiting"
-            yield from self._start(job, was_elsewhere=True)
-        for job in self.jobs_in("waiting"):
+        for job in [*self.jobs_in("elsewhere"), *self.jobs_in("waiting")]:
             if len(self.jobs_in("training")) < self.num_at_once:
                 yield from self._start(job)
 
-    def _start(self, job: Job, was_elsewhere: bool = False) -> Iterator[str]:
-        if was_elsewhere and len(self.jobs_in("training")) >= self.num_at_once:
-            job.state = "elsewhere"
-            return
+    def _start(self, job: Job) -> Iterator[str]:
+        was_elsewhere = job.state == "elsewhere"
         try:
             how = job.start(self.num_threads, self.trust_code)
         except ConfigError as error:
@@ -345,11 +323,12 @@ class Sweep:
         if num_left and left is not None:
             more += f", about {format_duration(left)}"
         if job.state == "finished":
-            loss = job.validation_loss
+            loss = Summary.read(job.run.folder / run_folder.SUMMARY_FILE).validation_loss
             how = f"{job.seconds:.0f} s" + (f", loss {loss:.4f}" if loss is not None else "")
             yield f"{job.name}: {how}{more}"
         else:
-            yield from (f"  {line}" for line in job.last_lines())
+            printed = _tail(job.log).decode(errors="replace").splitlines()
+            yield from (f"  {line}" for line in printed[-_TAIL_LINES:])
             yield f"{job.name}: {job.problem}{more}"
 
     def run(self, say: Callable[[str], None]) -> None:
@@ -372,16 +351,13 @@ class Sweep:
     def stop(self) -> None:
         """Let the processes save after their step and exit; a KeyboardInterrupt ends them at once."""
         processes = [job.process for job in self.jobs_in("training") if job.process]
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        try:
+        for signum in (signal.SIGTERM, signal.SIGINT):
             for process in processes:
-                process.wait()
-        except KeyboardInterrupt:
-            for process in processes:
-                process.send_signal(signal.SIGINT)
-            for process in processes:
-                process.wait()
+                process.send_signal(signum)
+            with suppress(KeyboardInterrupt):
+                for process in processes:
+                    process.wait()
+                return
 
 
 def write_study(study: StudyConfig, folder: Path) -> None:

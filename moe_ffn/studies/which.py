@@ -42,26 +42,18 @@ PAGE_FILE = "which.html"
 
 _FLOPS = {"match": "flops_per_token", "of": {"type": "dense", "activation": "gelu"}}
 
-
-def _experts(num_experts: int, k: int) -> dict[str, Any]:
-    router = {"type": "top_k", "k": k, "scale": 0.25}
-    return {
-        "type": "moe",
-        "num_experts": num_experts,
-        "router": router,
-        "experts": {"type": "swiglu", "d_ff": _FLOPS},
-    }
-
-
 DENSE: dict[str, Any] = {
     "gelu": {"type": "dense", "activation": "gelu"},
     "swiglu": {"type": "swiglu", "d_ff": _FLOPS},
 }
 SPARSE: dict[str, Any] = {
-    "moe_8_top2": _experts(8, 2),
-    "moe_32_top2": _experts(32, 2),
-    "moe_32_top4": _experts(32, 4),
-    "moe_64_top4": _experts(64, 4),
+    f"moe_{num_experts}_top{k}": {
+        "type": "moe",
+        "num_experts": num_experts,
+        "router": {"type": "top_k", "k": k, "scale": 0.25},
+        "experts": {"type": "swiglu", "d_ff": _FLOPS},
+    }
+    for num_experts, k in ((8, 2), (32, 2), (32, 4), (64, 4))
 }
 BLOCKS = DENSE | SPARSE
 """Candidate -> block. All have equal FLOPs per token, but differ in granularity and number of experts."""

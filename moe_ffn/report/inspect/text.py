@@ -244,18 +244,11 @@ def _byte_class(byte: bytes) -> str:
     return "space" if byte in b" \t\f\v" else "punctuation"
 
 
-_SYNTAX_OF_TYPE = {
-    "NUMBER": "number",
-    "STRING": "string",
-    "COMMENT": "comment",
-    "OP": "operator",
-    "NEWLINE": "newline",
-    "NL": "newline",
-    # From Python 3.12 on, an f-string consists of several tokens.
-    "FSTRING_START": "string",
-    "FSTRING_MIDDLE": "string",
-    "FSTRING_END": "string",
-}
+_SYNTAX_OF_TYPE = {"OP": "operator", "NL": "newline", "FSTRING": "string"}
+"""First word of the name of a token's type -> its class, if that is not the word in lower case.
+
+From Python 3.12 on, an f-string consists of several tokens, such as FSTRING_START.
+"""
 
 
 def syntax_of(source: bytes) -> np.ndarray:
@@ -281,11 +274,12 @@ def syntax_of(source: bytes) -> np.ndarray:
     end = 0
     try:
         for token in tokenize.generate_tokens(iter(lines).__next__):
-            kind = _SYNTAX_OF_TYPE.get(tokenize.tok_name[token.type], "")
-            if token.type == tokenize.NAME:
-                kind = "keyword" if keyword.iskeyword(token.string) else "name"
+            word = tokenize.tok_name[token.type].partition("_")[0]
+            kind = _SYNTAX_OF_TYPE.get(word, word.lower())
+            if kind == "name" and keyword.iskeyword(token.string):
+                kind = "keyword"
             begin, end = place(*token.start), place(*token.end)
-            if kind:
+            if kind in SYNTAX_CLASSES:
                 classes[begin:end] = SYNTAX_CLASSES.index(kind)
     except (tokenize.TokenError, SyntaxError):
         classes[end:] = _UNKNOWN

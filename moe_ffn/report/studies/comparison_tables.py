@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from moe_ffn.config.errors import printable
 from moe_ffn.config.numbers import NONE, compact, number
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table
+from moe_ffn.report.tables import plain_table
 from moe_ffn.studies.comparison import Arm, Comparison, TimeToBaseline, p_text
 from moe_ffn.studies.statistics import MIN_SEEDS, Interval
 
@@ -58,22 +58,14 @@ def _losses(comparison: Comparison) -> Table:
         ]
     if any(1 < len(arm.losses) < MIN_SEEDS for arm in comparison.arms):
         legend.append("a loss of two seeds has no interval")
-    rows = []
+    rows: list[list[str]] = []
     for arm in comparison.arms:
-        row = [
-            arm.name,
-            str(len(arm.results)),
-            _with_margin(arm.loss, arm.interval),
-            number(arm.sd),
-        ]
-        if len(comparison.arms) > 1:
-            paired = arm.difference
-            row += [
-                _with_margin(paired.mean, paired.interval, "+.4f") if paired else NONE,
-                p_text(paired.p_value) if paired else NONE,
-                number(paired.detectable) if paired else NONE,
-            ]
-        rows.append(row)
+        loss = _with_margin(arm.loss, arm.interval)
+        row = [arm.name, str(len(arm.results)), loss, number(arm.sd)]
+        if paired := arm.difference:
+            difference = _with_margin(paired.mean, paired.interval, "+.4f")
+            row += [difference, p_text(paired.p_value), number(paired.detectable)]
+        rows.append(row + [NONE] * (len(headers) - len(row)))
     return Table("Loss", headers, rows, legend)
 
 
@@ -291,9 +283,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         say(comparison.question, "bold")
     for table in [*tables(comparison), *tuning_tables(comparison)]:
         say(table.title, "bold")
-        shown = RichTable(box=None, pad_edge=False)
-        for place, name in enumerate(table.headers):
-            shown.add_column(Text(name), justify="right" if place else "left", overflow="fold")
+        shown = plain_table([*map(Text, table.headers)])
         for row in table.rows:
             shown.add_row(*(Text(printable(cell)) for cell in row))
         console.print(shown)

@@ -19,7 +19,6 @@ from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.curves import (
     LEVERAGE_LIMITS,
     CurvePoints,
-    Leverage,
     Point,
     crossover,
     gaps,
@@ -243,21 +242,17 @@ def _granularity(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Parag
     return [picture, table, *law]
 
 
-def _leverage_or_reason(
+def _leverage_by_seed(
     dense: Mapping[int, CurvePoints], moe: Mapping[int, CurvePoints]
-) -> Leverage | str:
+) -> tuple[Sequence[float], str]:
+    """Return the leverage of each seed, and their mean as text; the reason as text if there is none."""
     try:
-        return leverage(dense, moe)
+        found = leverage(dense, moe)
     except ConfigError as error:
-        return str(error)
-
-
-def _leverage_cell(result: Leverage | str) -> str:
-    if isinstance(result, str):
-        return result
-    values = list(result.by_seed.values())
+        return [], str(error)
+    values = list(found.by_seed.values())
     only_value = values[0] if len(values) == 1 else None
-    return with_interval(result.interval, "{:.2f}".format, only_value)
+    return values, with_interval(found.interval, "{:.2f}".format, only_value)
 
 
 def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Paragraphs:
@@ -282,15 +277,14 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Paragrap
         dense = by_name.get(f"{line},{size}", baseline) if size else baseline
         curves = [{run.seed: curve_of(run) for run in side.results} for side in (dense, arm)]
         ends = {r.seed: ([float(r.budget.training_flops)], [loss_of(r)]) for r in arm.results}
-        within = _leverage_or_reason(*curves)
-        if isinstance(within, Leverage):
+        values, cell = _leverage_by_seed(*curves)
+        rows.append([arm.name, dense.name, cell])
+        if values:
             x = size_of(arm.results[0], "expansion")
-            drawn.setdefault(size or "leverage", {})[x] = list(within.by_seed.values())
-        cells = [_leverage_cell(within)]
+            drawn.setdefault(size or "leverage", {})[x] = values
         if final_curves:
-            by_ends = _leverage_or_reason(final_curves, ends)
-            cells.append(NONE if isinstance(by_ends, str) else _leverage_cell(by_ends))
-        rows.append([arm.name, dense.name, *cells])
+            values, cell = _leverage_by_seed(final_curves, ends)
+            rows[-1].append(cell if values else NONE)
     if not rows:
         return [f"No arm except those of {line}."]
     title = "Efficiency leverage over the number of experts"
@@ -300,18 +294,14 @@ def _leverage(image: Image, study: StudyConfig, arms: Sequence[Arm]) -> Paragrap
         if len(points) > 1
     ]
     picture = image_over(image, "leverage", lines, AXIS_NAMES["expansion"], title, "leverage")
-    head = [
-        "arm",
-        "compared with",
-        "within the runs",
-        *(["by final losses"] if final_curves else []),
-    ]
+    head = ["arm", "compared with", "within the runs"]
     note = (
         "C_dense / C_arm: training FLOPs of the dense model over those of the arm at the same loss "
         "(Tian et al. 2025, arXiv 2507.17702); above 1, the arm saves FLOPs. Within the runs: both curves of "
         "a seed are read where they reach the higher of their two final losses."
     )
     if final_curves:
+        head.append("by final losses")
         note += (
             f" By final losses: the FLOPs are interpolated between the final losses of all arms of {line}; a "
             "dash if the arm's loss lies outside their range."

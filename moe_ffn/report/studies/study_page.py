@@ -49,7 +49,7 @@ from moe_ffn.report.studies.markdown import markdown_row, markdown_table
 from moe_ffn.runs.options_in_words import block_of
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
-from moe_ffn.studies.differences import differing, option_changes
+from moe_ffn.studies.differences import differing, in_words
 from moe_ffn.studies.result import RESULTS_FILE, RunResult
 from moe_ffn.studies.statistics import detectable_difference
 
@@ -143,23 +143,16 @@ def study_page(
     page.markdown = render(
         "study.md",
         study=study,
-        arms=arms,
+        comparison=comparison,
         published=re.sub(
             r"arXiv:(\d{4}\.\d{5})", r"[\g<0>](https://arxiv.org/abs/\1)", study.published.strip()
         ),
-        compared_with_ngrams=comparison.compared_with_ngrams,
         same=_same(compared),
         design=_design(comparison),
-        notes=comparison.notes,
         pairing=_pairing([arm.results[0] for arm in arms]),
         result=result,
         tables=map(markdown, tables(comparison)) if study.sizes else [],
-        covered=_COVERED[
-            frozenset(
-                [arm.interval_over for arm in arms if arm.interval]
-                + [d.over for arm in arms if (d := arm.difference) and d.interval]
-            )
-        ],
+        covered=_covered(arms),
         all_flops=all_flops,
         tuning=tuned,
         fits=fits,
@@ -179,13 +172,13 @@ def study_page(
     return page
 
 
-_COVERED = {
-    frozenset[str](): "windows of this text, not seeds,",
-    frozenset({"windows"}): "windows of this text, not seeds,",
-    frozenset({"seeds"}): "seeds, not",
-    frozenset({"seeds", "windows"}): "seeds, or windows of this text for arms of one seed, not",
-}
-"""Kinds of the intervals of arms -> what they cover, and how the sentence goes on."""
+def _covered(arms: Sequence[Arm]) -> str:
+    """Return what the intervals of arms cover, and how the sentence continues."""
+    kinds = {arm.interval_over for arm in arms if arm.interval}
+    kinds |= {found.over for arm in arms if (found := arm.difference) and found.interval}
+    if "seeds" not in kinds:
+        return "windows of this text, not seeds,"
+    return f"seeds, {'or windows of this text for arms of one seed, ' * (len(kinds) > 1)}not"
 
 
 def _short_verdict(comparison: Comparison) -> str:
@@ -237,17 +230,18 @@ def _options(comparison: Comparison) -> Mapping[str, Sequence[str]]:
     first = next(arm for arm in comparison.arms if not arm.base)
     for arm in comparison.arms:
         base = comparison.base_of(arm) if arm.base else first
-        configs = base.results[0].config, arm.results[0].config
+        old_config, config = base.results[0].config, arm.results[0].config
+        changes = [*differing(old_config, config)]
         # Another type brings options of its own, which the description of the whole block shows.
         if whole := any(
             path.startswith("model.ffn.") and (isinstance(old, Mapping) or isinstance(new, Mapping))
-            for path, old, new in differing(*configs)
+            for path, old, new in changes
         ):
-            values[arm.name]["model.ffn"] = block_of(configs[1].get("model"))
-        for path, old, new in option_changes(*configs):
+            values[arm.name]["model.ffn"] = block_of(config.get("model"))
+        for path, old, new in changes:
             if not (whole and path.startswith("model.ffn.")):
-                values[arm.name][path] = new
-                values[base.name].setdefault(path, old)
+                values[arm.name][path] = in_words(path, new, config)
+                values[base.name].setdefault(path, in_words(path, old, old_config))
     blocks = {name: of_arm.pop("model.ffn", "") for name, of_arm in values.items()}
     return {
         name: [
@@ -384,25 +378,21 @@ def _tuning(page: StudyPage, comparison: Comparison) -> Paragraphs:
 
 def _facts(runs: Sequence[RunResult]) -> str:
     """Return a table of the number of runs, their machines and their time."""
-    facts = {
-        "processor": "processor",
-        "num_cpus": "cores",
-        "gpu": "GPU",
-        "threads": "threads",
-        "precision": "precision",
-        "torch": "torch",
-        "python": "Python",
-        "git_revision": "revision",
-        "date": "date",
-    }
+    facts = (
+        *("processor", "num_cpus", "gpu", "threads", "precision"),
+        *("torch", "python", "git_revision", "date"),
+    )
+    names = {"num_cpus": "cores", "gpu": "GPU", "python": "Python", "git_revision": "revision"}
     num_tuned = sum(bool(run.tuning) for run in runs)
     rows = [
         ["runs", f"{len(runs)}, {num_tuned} of them for tuning" if num_tuned else str(len(runs))]
     ]
-    for key, name in facts.items():
+    for key in facts:
         values = {run.machine.get(key) for run in runs} - {None}
         if values:
-            rows.append([name, ", ".join(sorted(str(value)[:60] for value in values))])
+            rows.append(
+                [names.get(key, key), ", ".join(sorted(str(value)[:60] for value in values))]
+            )
     seconds = [run.outcome.wall_seconds for run in runs]
     if all(value is not None for value in seconds):
         total = sum(filter(None, seconds))
@@ -425,9 +415,6 @@ HEAD = "| question | answer |\n|---|---|\n"
 def with_row(text: str, row: str) -> str:
     """Return the page of all studies with this row, which replaces the older row of the study."""
     introduction, _, table = text.partition(HEAD)
-    rows = {_linked(line): line for line in [*table.splitlines(), row]}
-    return (introduction or "# Studies\n\n") + HEAD + "\n".join(rows.values()) + "\n"
-
-
-def _linked(row: str) -> str:
-    return row.partition(" | ")[0].rpartition("](")[2]
+    lines = [*table.splitlines(), row]
+    by_page = {line.partition(" | ")[0].rpartition("](")[2]: line for line in lines}
+    return (introduction or "# Studies\n\n") + HEAD + "\n".join(by_page.values()) + "\n"
