@@ -72,16 +72,6 @@ class Facts(JsonFile):
         return self.precision in PRECISIONS
 
 
-class LayerSummary(JsonFile):
-    """Routing metrics of a sparse layer on the validation split."""
-
-    __pydantic_extra__: dict[str, Value]  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    @property
-    def measures(self) -> Mapping[str, Value]:
-        return self.__pydantic_extra__
-
-
 class Summary(JsonFile):
     """`summary.json`: results of a finished run; a number that is not finite is null."""
 
@@ -106,7 +96,8 @@ class Summary(JsonFile):
     adjacent windows."""
     num_alarms: Count | None = None
     num_skipped_steps: Count | None = None
-    routing: dict[str, LayerSummary] = {}
+    routing: dict[str, dict[str, Value]] = {}
+    """Sparse layer -> metric -> value on the validation split."""
 
 
 class AlarmLine(Line):

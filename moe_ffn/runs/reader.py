@@ -239,7 +239,7 @@ class Run:
     def validated(self) -> Mapping[str, Mapping[str, Any]]:
         """Sparse layer -> metric -> last value on the validation split."""
         if self.summary.routing:
-            return {layer: values.measures for layer, values in self.summary.routing.items()}
+            return self.summary.routing
         return {
             layer: {
                 **{key: series.last for key, series in metrics.items()},
