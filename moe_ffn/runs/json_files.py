@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moe_ffn.files import read_object
 from moe_ffn.training.config import PRECISIONS, Precision
-from moe_ffn.training.monitoring.json_lines import Line
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Value = float | None | list[float | None] | list[list[float | None]]
@@ -98,16 +97,6 @@ class Summary(JsonFile):
     num_skipped_steps: Count | None = None
     routing: dict[str, dict[str, Value]] = {}
     """Sparse layer -> metric -> value on the validation split."""
-
-
-class AlarmLine(Line):
-    """A line of `alarms.jsonl`."""
-
-    kind: str = ""
-    layer: str | None = None
-    """Sparse layer; None if the alarm is about the whole model."""
-    message: str = ""
-    advice: str = ""
 
 
 class CodeEntry(BaseModel):
