@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from moe_ffn.training.parallel.sharding import empty_shard_like, shard_like
-from moe_ffn.training.recovery.checkpoint_file import SavedTensors, read_checkpoint
+from moe_ffn.training.recovery.checkpoint_file import SavedTensors
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -60,8 +59,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        # `checkpoint_io` would read whole tensors.
-        return read_checkpoint(Path(checkpoint_path))
+        return self.checkpoint_io.load_checkpoint(checkpoint_path)
 
 
 def _sharded_state(saved: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
