@@ -56,11 +56,11 @@ def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> 
     return {**files, CODE_FILE: json.dumps(entries, indent=2) + "\n"}
 
 
-def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
+def describe_code(config: Config, folder: Path) -> Iterator[str]:
     """Yield lines about the custom code of a new run: copied files, and modules without a copy."""
-    entries = CodeEntries.model_validate_json(files.get(CODE_FILE, "{}")).entries
-    copied = [Path(name).name for name, entry in entries.items() if entry.copied]
-    modules = [name for name, entry in entries.items() if not entry.copied]
+    codes = named_code(config)
+    copied = [Path(name).name for name in _copy_names(codes).values()]
+    modules = [code.where for code in codes if not code.is_file]
     if copied:
         yield f"code: {folder}/ keeps a copy of {', '.join(copied)}"
     if modules:
