@@ -171,15 +171,14 @@ def route(x: Tensor, router_ED: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 HF_EAGER, HF_GROUPED, HF_BATCHED = "HF eager", "HF grouped_mm", "HF batched_mm"
-SCATTERMOE, LIGER, UNSLOTH = "ScatterMoE", "Liger", "Unsloth"
 
 PEERS: dict[str, Peer] = {
     HF_EAGER: Peer("transformers", mixtral("eager")),
     HF_GROUPED: Peer("transformers", mixtral("grouped_mm")),
     HF_BATCHED: Peer("transformers", mixtral("batched_mm")),
-    SCATTERMOE: Peer("scattermoe", ScatterMoE, gpu_only=True),
-    LIGER: Peer("liger_kernel", Liger, gpu_only=True),
-    UNSLOTH: Peer("unsloth", Unsloth, gpu_only=True),
+    "ScatterMoE": Peer("scattermoe", ScatterMoE, gpu_only=True),
+    "Liger": Peer("liger_kernel", Liger, gpu_only=True),
+    "Unsloth": Peer("unsloth", Unsloth, gpu_only=True),
 }
 """Peers by name, in the order of the tables."""
 

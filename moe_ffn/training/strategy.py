@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -64,15 +64,12 @@ class ShardedStrategy(ModelParallelStrategy):
 
 def _sharded_state(saved: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
     """Return index of a parameter -> optimizer state, sharded like the parameter."""
-
-    def convert(shard: Callable[[Any, Tensor], Any], states: Mapping[int, Any]) -> dict[int, Any]:
-        return {
-            index: tree_map(lambda value, p=parameters[index]: shard(value, p), state)
-            for index, state in states.items()
-        }
-
-    if not isinstance(saved, SavedTensors):
-        return convert(shard_like, saved)
-    sharded = convert(empty_shard_like, saved.described)
-    saved.read_into(sharded)
+    is_in_shards = isinstance(saved, SavedTensors)
+    shard = empty_shard_like if is_in_shards else shard_like
+    sharded = {
+        index: tree_map(lambda value, p=parameters[index]: shard(value, p), state)
+        for index, state in (saved.described if is_in_shards else saved).items()
+    }
+    if is_in_shards:
+        saved.read_into(sharded)
     return sharded
