@@ -272,11 +272,10 @@ def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
     distinct: dict[Path, Path] = {}
     for folder in folders:
         distinct.setdefault(folder.resolve(), folder)
-    folders = list(distinct.values())
-    names = [folder.resolve().name for folder in folders]
+    names = [path.name for path in distinct]
     return [
         read_run(folder, str(folder) if names.count(name) > 1 else name, has_ended=has_ended)
-        for folder, name in zip(folders, names, strict=True)
+        for folder, name in zip(distinct.values(), names, strict=True)
     ]
 
 
