@@ -80,7 +80,12 @@ ONLY_PLACES = {
     "torchmetrics": {"moe_ffn/metrics", "moe_ffn/training", "moe_ffn/runs"},
     "yaml": {"moe_ffn/config/yaml_files.py"},
     "tokenizers": {"moe_ffn/data"},
-    "safetensors": {"moe_ffn/weights", "moe_ffn/interop", "moe_ffn/training/recovery"},
+    "safetensors": {
+        "moe_ffn/weights",
+        "moe_ffn/interop",
+        "moe_ffn/training/recovery",
+        "moe_ffn/training/distillation.py",
+    },
     "transformers": {
         "moe_ffn/interop/transformers.py",
         "moe_ffn/interop/load_models.py",

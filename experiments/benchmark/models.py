@@ -41,11 +41,14 @@ def training(session: Session) -> None:
     precision = resolve_precision("auto", session.device.type)
     data, moe = DataConfig(), DecoderConfig()
     assert isinstance(moe.ffn, MoEConfig)
-    dense = dense_counterpart(moe)
+    experts: Any = moe.ffn.experts  # the default kind has a width
+    k = moe.ffn.experts_per_token
+    width = round(k * experts.width(moe.d_model, k))  # of the experts of a token together
+    dense = with_ffn(moe, {"type": "swiglu", "d_ff": width})
     models = {DENSE_MODEL: dense, AUTO: moe}
     for backend in session.backends:
-        experts = moe.ffn.experts.to_dict() | {"backend": backend}
-        models[f"moe_ffn {backend}"] = with_ffn(moe, moe.ffn.to_dict() | {"experts": experts})
+        with_backend = {"experts": experts.to_dict() | {"backend": backend}}
+        models[f"moe_ffn {backend}"] = with_ffn(moe, moe.ffn.to_dict() | with_backend)
     active = [config.num_active_params(VOCAB_SIZE, data.seq_len) for config in (moe, dense)]
     session.say(
         f"{data.batch_size} x {data.seq_len} tokens per step, {precision}; active parameters: "
@@ -66,14 +69,6 @@ def training(session: Session) -> None:
     session.show(results, (DENSE_MODEL,))
     claim, ours, dense_key = f"tokens/s / {DENSE_MODEL}", (CASE, AUTO), (CASE, DENSE_MODEL)
     session.check_target(claim, MIN_TRAINING_RATIO, results, ours, dense_key, at_most=False)
-
-
-def dense_counterpart(moe: DecoderConfig) -> DecoderConfig:
-    """Return the same Transformer with dense SwiGLU blocks, as wide as the experts of a token together."""
-    assert isinstance(moe.ffn, MoEConfig)
-    experts: Any = moe.ffn.experts  # the default kind has a width
-    k = moe.ffn.experts_per_token
-    return with_ffn(moe, {"type": "swiglu", "d_ff": round(k * experts.width(moe.d_model, k))})
 
 
 def with_ffn(config: DecoderConfig, ffn: dict[str, Any]) -> DecoderConfig:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.benchmark.__main__ import describe_machine
 from experiments.benchmark.layers import (
@@ -37,7 +37,7 @@ from experiments.benchmark.layers import (
     moe_layer,
     sparse_layers,
 )
-from experiments.benchmark.peers import TRAINING_PEERS, hidden_of
+from experiments.benchmark.peers import TRAINING_PEERS
 from experiments.benchmark.session import Candidate, Session, amount
 from experiments.benchmark.shapes import FEW_TOKENS, MODELS, Shape
 from experiments.benchmark.suites import peak_bytes
@@ -143,11 +143,14 @@ def exactness(report: GPUReport) -> list[str]:
         case = Case.of(replace(shape, dtype=dtype), report.device)
         given = arguments_of(case)
         torch.set_float32_matmul_precision("highest")
-        wanted = derivatives("loop", *in_float64(*given), case.tokens.grad_BSD.double())
+        x_TD, plan, weights = given
+        plan = replace(plan, weights_N=plan.weights_N.double())
+        exact = x_TD.double(), plan, weights.to(torch.float64)
+        wanted = derivatives("loop", *exact, case.tokens.grad_BSD.double())
         torch.set_float32_matmul_precision(precision)
         of_loop: dict[str, float] = {}
         for backend in report.backends:
-            if reason := BACKENDS[backend].unsupported_reason(given[0], given[2]):
+            if reason := BACKENDS[backend].unsupported_reason(x_TD, weights):
                 rows.append([name, backend, f"not run: it {reason}"])
                 continue
             got = derivatives(backend, *given, case.tokens.grad_BSD)
@@ -181,14 +184,6 @@ def arguments_of(case: Case) -> tuple[Tensor, Plan, ExpertWeights]:
     x_TD = case.tokens.x_BSD.detach().flatten(0, -2).requires_grad_()
     plan = replace(plan, weights_N=plan.weights_N.detach().requires_grad_())
     return x_TD, plan, weights.with_parameters(*leaves)
-
-
-def in_float64(
-    x_TD: Tensor, plan: Plan, weights: ExpertWeights
-) -> tuple[Tensor, Plan, ExpertWeights]:
-    """Return the same arguments in float64."""
-    plan = replace(plan, weights_N=plan.weights_N.double())
-    return x_TD.double(), plan, weights.to(torch.float64)
 
 
 def derivatives(
@@ -306,8 +301,10 @@ def mixed_precision(report: GPUReport) -> list[str]:
     candidates: list[Candidate] = []
     for name, dtype in (("bfloat16", "bf16"), ("float32, bf16-mixed", "fp32")):
         of_dtype = replace(shape, dtype=dtype)
-        block: nn.Module = moe_layer(of_dtype, "auto", report.device)
-        layer = Layer(name, block if dtype == "bf16" else Autocast(block))
+        block = moe_layer(of_dtype, "auto", report.device)
+        if dtype == "fp32":
+            block.forward = torch.autocast(report.device.type, torch.bfloat16)(block.forward)
+        layer = Layer(name, block)
         candidates.append(Candidate.training(layer, Tokens.of(of_dtype, report.device), "mixed"))
     found = report.session.time(candidates)
     rows = [
@@ -315,18 +312,6 @@ def mixed_precision(report: GPUReport) -> list[str]:
         for each in candidates
     ]
     return [f"{shape}:", "", table("weights|training step|peak memory", rows)]
-
-
-class Autocast(nn.Module):
-    """A block under autocast to bfloat16."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return hidden_of(self.block(x))
 
 
 def tests(report: GPUReport) -> list[str]:
@@ -339,7 +324,7 @@ def tests(report: GPUReport) -> list[str]:
     command += chosen
     if not report.on_gpu:
         return [f"Needs a GPU: `{' '.join(command)}`"]
-    done = run_program(["-m", *command])
+    done = run_python("-m", *command)
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     failed: list[str] = []
     if done.returncode:
@@ -369,10 +354,8 @@ def sanitizer(report: GPUReport) -> list[str]:
         return ["Needs a GPU and compute-sanitizer, a program of the CUDA toolkit."]
     lines: list[str] = []
     for tool in ("memcheck", "racecheck"):
-        options = f"--tool {tool} --error-exitcode 1".split()
-        command = [program, *options, sys.executable, "-c", SANITIZED]
-        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        under = [program, *f"--tool {tool} --error-exitcode 1".split()]
+        done = run_python("-c", SANITIZED, under=under, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         said = [line.strip("= ") for line in done.stdout.splitlines() if "SUMMARY" in line]
         last = said[-1] if said else (done.stderr or done.stdout).strip()[-200:]
         lines.append(f"- {tool}: {last}")
@@ -405,7 +388,7 @@ def default_run(report: GPUReport) -> list[str]:
                 options |= {"model.d_model": 16, "model.num_layers": 1, "data.batch_size": 2}
             given = [f"--{key}={value}" for key, value in options.items()]
             start = time.perf_counter()
-            done = run_program(["-m", "experiments.train", *given])
+            done = run_python("-m", "experiments.train", *given)
             if done.returncode:
                 raise RuntimeError(f"experiments.train: {done.stderr.strip()[-300:]}")
             seconds = time.perf_counter() - start
@@ -420,10 +403,12 @@ def default_run(report: GPUReport) -> list[str]:
     return [f"`python -m experiments.train`, {steps} steps:", "", table(headers, rows)]
 
 
-def run_program(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run_python(
+    *arguments: str, under: Sequence[str] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, perhaps under another program."""
+    command, environment = [*under, sys.executable, *arguments], os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 SECTIONS: dict[str, Callable[[GPUReport], list[str]]] = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -48,31 +49,27 @@ class Peer:
         return importlib.util.find_spec(self.package) is not None
 
 
-def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
+def mixtral(weights: Weights, shape: Shape, *, implementation: str) -> nn.Module:
     """Build the block of Mixtral: softmax over all experts, the k largest renormalised."""
-
-    def build(weights: Weights, shape: Shape) -> nn.Module:
-        if shape.k == 1:
-            raise ValueError("Mixtral's router always renormalises; with k = 1 all weights are 1")
-        modeling = import_module("transformers.models.mixtral.modeling_mixtral")
-        config = import_module("transformers").MixtralConfig(
-            hidden_size=shape.d_model,
-            intermediate_size=shape.d_ff,
-            num_local_experts=shape.num_experts,
-            num_experts_per_tok=shape.k,
-            experts_implementation=implementation,
-        )
-        with torch.device("meta"):
-            block = modeling.MixtralSparseMoeBlock(config)
-        values = {
-            "gate.weight": weights.router_ED,
-            "experts.gate_up_proj": torch.cat([weights.gate_EFD, weights.up_EFD], dim=1),
-            "experts.down_proj": weights.down_EDF,
-        }
-        block.load_state_dict(values, assign=True)
-        return block
-
-    return build
+    if shape.k == 1:
+        raise ValueError("Mixtral's router always renormalises; with k = 1 all weights are 1")
+    modeling = import_module("transformers.models.mixtral.modeling_mixtral")
+    config = import_module("transformers").MixtralConfig(
+        hidden_size=shape.d_model,
+        intermediate_size=shape.d_ff,
+        num_local_experts=shape.num_experts,
+        num_experts_per_tok=shape.k,
+        experts_implementation=implementation,
+    )
+    with torch.device("meta"):
+        block = modeling.MixtralSparseMoeBlock(config)
+    values = {
+        "gate.weight": weights.router_ED,
+        "experts.gate_up_proj": torch.cat([weights.gate_EFD, weights.up_EFD], dim=1),
+        "experts.down_proj": weights.down_EDF,
+    }
+    block.load_state_dict(values, assign=True)
+    return block
 
 
 class ScatterMoE(nn.Module):
@@ -171,15 +168,14 @@ def route(x: Tensor, router_ED: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 HF_EAGER, HF_GROUPED, HF_BATCHED = "HF eager", "HF grouped_mm", "HF batched_mm"
-SCATTERMOE, LIGER, UNSLOTH = "ScatterMoE", "Liger", "Unsloth"
 
 PEERS: dict[str, Peer] = {
-    HF_EAGER: Peer("transformers", mixtral("eager")),
-    HF_GROUPED: Peer("transformers", mixtral("grouped_mm")),
-    HF_BATCHED: Peer("transformers", mixtral("batched_mm")),
-    SCATTERMOE: Peer("scattermoe", ScatterMoE, gpu_only=True),
-    LIGER: Peer("liger_kernel", Liger, gpu_only=True),
-    UNSLOTH: Peer("unsloth", Unsloth, gpu_only=True),
+    HF_EAGER: Peer("transformers", partial(mixtral, implementation="eager")),
+    HF_GROUPED: Peer("transformers", partial(mixtral, implementation="grouped_mm")),
+    HF_BATCHED: Peer("transformers", partial(mixtral, implementation="batched_mm")),
+    "ScatterMoE": Peer("scattermoe", ScatterMoE, gpu_only=True),
+    "Liger": Peer("liger_kernel", Liger, gpu_only=True),
+    "Unsloth": Peer("unsloth", Unsloth, gpu_only=True),
 }
 """Peers by name, in the order of the tables."""
 

@@ -163,9 +163,7 @@ class Session:
         if not (anywhere or self.limits_apply):
             return
         verdict = "not measured"
-        figure = next(
-            filter(None, (unusable(results, key) for key in (numerator, denominator))), ""
-        )
+        figure = unusable(results, numerator) or unusable(results, denominator)
         if not figure:
             value = results[numerator].median / results[denominator].median
             is_reached = value <= limit if at_most else value >= limit

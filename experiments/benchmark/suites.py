@@ -29,7 +29,7 @@ from experiments.benchmark.layers import (
     weights_of,
 )
 from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED, PEERS, TRAINING_PEERS
-from experiments.benchmark.session import Candidate, Results, Session, ratio, result
+from experiments.benchmark.session import Candidate, Session, ratio, result
 from experiments.benchmark.shapes import Shape
 
 # ------------------------------------------------------------------ one shape after the other
@@ -56,7 +56,13 @@ def rows(session: Session) -> None:
 def time_shapes(session: Session, shapes: Sequence[Shape]) -> None:
     """Print a table, the relative time and the targets for each shape."""
     for shape in shapes:
-        results = _time_shape(session, shape, (DENSE, HF_GROUPED))
+        session.say(f"\n{shape}, forward and backward")
+        case = Case.of(shape, session.device)
+        layers = session.layers(case, TRAINING_PEERS)
+        results = session.time(
+            [Candidate.training(layer, case.tokens, str(shape)) for layer in layers]
+        )
+        session.show(results, (DENSE, HF_GROUPED))
         ours, dense, peer = ((str(shape), name) for name in (AUTO, DENSE, HF_GROUPED))
         limit, speedup = TARGETS.get(shape, (None, None))
         if limit is None or not session.limits_apply:
@@ -70,18 +76,6 @@ def time_shapes(session: Session, shapes: Sequence[Shape]) -> None:
         if speedup is not None:
             claim = f"times faster than {HF_GROUPED}"
             session.check_target(claim, speedup, results, peer, ours, at_most=False)
-
-
-def _time_shape(
-    session: Session, shape: Shape, against: Sequence[str], *more: Candidate
-) -> Results:
-    session.say(f"\n{shape}, forward and backward")
-    case = Case.of(shape, session.device)
-    layers = session.layers(case, TRAINING_PEERS)
-    passes = [Candidate.training(layer, case.tokens, str(shape)) for layer in layers]
-    results = session.time([*passes, *more])
-    session.show(results, against)
-    return results
 
 
 # -------------------------------------------------------------- the number of experts or tokens

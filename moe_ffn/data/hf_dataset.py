@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -83,9 +82,20 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
         local = expand_path(path, "data.corpus.path")
         try:
             if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
-                return _pick_split(datasets.load_from_disk(str(local)), split, path, key)
+                saved = datasets.load_from_disk(str(local))
+                splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+                if split in splits:
+                    return splits[split]
+                known = ", ".join(map(str, splits))
+                raise ConfigError(
+                    f"data.corpus.{key}: '{path}' has no '{split}'; available: {known}"
+                )
             if local.is_file():
-                reader = _reader_for(local)
+                if (reader := _READERS.get(local.suffix.lower())) is None:
+                    raise ConfigError(
+                        f"data.corpus.path: '{local}' must end in one of {', '.join(_READERS)}; "
+                        "for other text files use data.corpus.type: text"
+                    )
                 return datasets.load_dataset(reader, name, data_files=str(local), split=split)
             return datasets.load_dataset(str(local) if local.is_dir() else path, name, split=split)
         except ConfigError:
@@ -112,22 +122,3 @@ _READERS = {
 }
 
 _ROWS_AT_ONCE = 1024
-
-
-def _pick_split(saved: Any, split: str, path: str, key: str) -> Any:
-    """Return a split of the Dataset or DatasetDict that `load_from_disk` returned."""
-    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
-    if split not in splits:
-        known = ", ".join(map(str, splits))
-        raise ConfigError(f"data.corpus.{key}: '{path}' has no '{split}'; available: {known}")
-    return splits[split]
-
-
-def _reader_for(file: Path) -> str:
-    reader = _READERS.get(file.suffix.lower())
-    if reader is None:
-        raise ConfigError(
-            f"data.corpus.path: '{file}' must end in one of {', '.join(_READERS)}; "
-            "for other text files use data.corpus.type: text"
-        )
-    return reader

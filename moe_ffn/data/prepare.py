@@ -164,13 +164,9 @@ _KNOWN = "known_corpora"
 
 
 def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
-    if stamp is None:
-        return None
-    try:
-        values = read_object(cache_dir / _KNOWN / f"{stamp}.json")
-        return None if values is None else Documents.from_dict(values)
-    except (ConfigError, OSError):
-        return None
+    with contextlib.suppress(ConfigError):  # there is no stamp, or the file is missing or damaged
+        return Documents.from_dict(read_object(cache_dir / _KNOWN / f"{stamp}.json"))
+    return None
 
 
 def _from_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:

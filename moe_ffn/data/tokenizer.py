@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError, expand_path, first_line, import_optional, show
-from moe_ffn.files import read_object, reason
+from moe_ffn.files import read_object
 
 
 class Tokenizer(ABC):
@@ -196,11 +196,7 @@ def read_tokenizer(path: Path, where: str) -> Tokenizer:
     """Read a tokenizer.json of Hugging Face or of a run's folder. Raise ConfigError, whose message begins
     with `where`, if it is missing, damaged, or of another type.
     """
-    try:
-        values = read_object(path)
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read ({reason(error)})") from error
-    if values is None:
+    if (values := read_object(path)) is None:
         raise ConfigError(f"{where} does not exist, or is not a tokenizer.json")
     # A tokenizer stored by a run has a type.
     return _restored(values) if "type" in values else BPETokenizer(values, where)

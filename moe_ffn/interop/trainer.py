@@ -32,12 +32,12 @@ from moe_ffn.outputs import Routing
 from moe_ffn.runs.rows import flat
 from moe_ffn.training.config import AlarmsConfig, LoggingConfig
 from moe_ffn.training.monitoring.alarms import (
-    Alarm,
     AlarmKind,
     AlarmRules,
     advice_against,
     summarize_alarms,
 )
+from moe_ffn.training.monitoring.json_lines import Alarm
 from moe_ffn.training.monitoring.row_sums import (
     ByLayer,
     RoutingByLayer,

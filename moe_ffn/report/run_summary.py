@@ -16,11 +16,11 @@ from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, result_columns
 from moe_ffn.notebook_cards import spread
-from moe_ffn.runs.json_files import AlarmLine
 from moe_ffn.runs.options_in_words import block_of, value_in_words
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.training.config import AlarmsConfig
+from moe_ffn.training.monitoring.json_lines import Alarm
 
 Item = TypeVar("Item")
 
@@ -214,9 +214,9 @@ def concerns(run: Run) -> list[tuple[str, str]]:
     return found + [("warn", f"Not judged yet: {sentence}.") for sentence in sentences]
 
 
-def alarm_groups(run: Run) -> list[list[AlarmLine]]:
+def alarm_groups(run: Run) -> list[list[Alarm]]:
     """Return the alarms of a run, grouped by step and kind."""
-    groups: dict[tuple[int, str], list[AlarmLine]] = {}
+    groups: dict[tuple[int, str], list[Alarm]] = {}
     for alarm in run.alarms:
         groups.setdefault((alarm.step, alarm.kind), []).append(alarm)
     return list(groups.values())

@@ -40,13 +40,15 @@ class Budget:
         """
         check_counts(config)
         model, data = config.model, config.data
-        vocab_size = vocab_size or data.tokenizer.max_vocab_size
-        ffns = model.layer_ffns()
+        sizes, ffns = (
+            (vocab_size or data.tokenizer.max_vocab_size, data.seq_len),
+            model.layer_ffns(),
+        )
         return cls(
             model=Cost(
-                model.num_params(vocab_size, data.seq_len),
-                model.num_active_params(vocab_size, data.seq_len),
-                model.flops_per_token(vocab_size, data.seq_len),
+                model.num_params(*sizes),
+                model.num_active_params(*sizes),
+                model.flops_per_token(*sizes),
             ),
             ffn=Cost(
                 sum(ffn.num_params(model.d_model) for ffn in ffns),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -45,18 +44,23 @@ def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> 
         name = copies[code.sha256] if code.is_file else code.where
         entries[name] = {"path": path, "sha256": code.sha256, "copied": code.is_file}
         if code.is_file:
-            files[name] = _text(code)
+            try:
+                files[name] = code.content.decode()
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"'{code.where}' is not UTF-8, so the run cannot keep a copy of it; save it as UTF-8"
+                ) from error
     entries |= {
         name: entry.model_dump() for name, entry in (known or {}).items() if name in entries
     }
     return {**files, CODE_FILE: json.dumps(entries, indent=2) + "\n"}
 
 
-def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
+def describe_code(config: Config, folder: Path) -> Iterator[str]:
     """Yield lines about the custom code of a new run: copied files, and modules without a copy."""
-    entries = CodeEntries.model_validate_json(files.get(CODE_FILE, "{}")).entries
-    copied = [Path(name).name for name, entry in entries.items() if entry.copied]
-    modules = [name for name, entry in entries.items() if not entry.copied]
+    codes = named_code(config)
+    copied = [Path(name).name for name in _copy_names(codes).values()]
+    modules = [code.where for code in codes if not code.is_file]
     if copied:
         yield f"code: {folder}/ keeps a copy of {', '.join(copied)}"
     if modules:
@@ -69,8 +73,11 @@ def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
 def warn_if_code_changed(folder: Path) -> None:
     """Warn about each file of custom code that has changed since the run in `folder` began."""
     for name, entry in CodeEntries.read(folder / CODE_FILE).entries.items():
-        now = _sha256(Path(entry.path))
-        if now in (None, entry.sha256):
+        try:
+            now = sha256_of(Path(entry.path))
+        except OSError:  # missing or not readable
+            continue
+        if now == entry.sha256:
             continue
         effect = "there is no copy, so the run uses the changed file"
         if entry.copied:
@@ -94,22 +101,6 @@ def _copy_names(codes: list[Code]) -> dict[str, str]:
             candidates = chain([f"{stem}.py"], (f"{stem}_{number}.py" for number in count(2)))
             names[code.sha256] = next(n for n in candidates if n not in names.values())
     return names
-
-
-def _text(code: Code) -> str:
-    try:
-        return code.content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"'{code.where}' is not UTF-8, so the run cannot keep a copy of it; save it as UTF-8"
-        ) from error
-
-
-def _sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file; None if it is missing or not readable."""
-    with suppress(OSError):
-        return sha256_of(path)
-    return None
 
 
 KeyPath = tuple[str | int, ...]

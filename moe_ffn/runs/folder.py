@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +95,10 @@ def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
             built.mkdir()
             for name, text in files.items():
                 write_file(built, name, text)
-            stem = f"{_safe(config.model.ffn.type)}-{datetime.now():%Y%m%d-%H%M%S}"
-            others = (f"{stem}-{number}" for number in range(2, 1000))
-            for name in [config.run.name] if config.run.name else [stem, *others]:
+            block = re.sub(r"[^\w-]", "_", config.model.ffn.type.rpartition(":")[2])
+            stem = f"{block}-{datetime.now():%Y%m%d-%H%M%S}"
+            free_names = chain([stem], (f"{stem}-{number}" for number in count(2)))
+            for name in [config.run.name] if config.run.name else free_names:
                 folder = parent / name
                 try:
                     if kind_of(folder) is None:
@@ -103,20 +106,13 @@ def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
                 except OSError:
                     if kind_of(folder) is None:  # otherwise another process took the name
                         raise
-    if config.run.name:
-        raise _taken(parent / config.run.name)
-    raise ConfigError(f"run.output_dir: no free name like '{stem}' in '{parent}'")
+    raise _taken(parent / (config.run.name or stem))
 
 
 def _taken(folder: Path) -> ConfigError:
     return ConfigError(
         f"run.name: '{folder}' exists and is never overwritten; choose another name or remove it"
     )
-
-
-def _safe(ffn_type: str) -> str:
-    """Return a `type` as part of a folder name: `LowRank` for `my_blocks.py:LowRank`."""
-    return "".join(c if c.isalnum() or c in "-_" else "_" for c in ffn_type.rpartition(":")[2])
 
 
 def git_revision() -> str | None:

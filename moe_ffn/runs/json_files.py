@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moe_ffn.files import read_object
 from moe_ffn.training.config import PRECISIONS, Precision
-from moe_ffn.training.monitoring.json_lines import Line
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
 Value = float | None | list[float | None] | list[list[float | None]]
@@ -72,16 +71,6 @@ class Facts(JsonFile):
         return self.precision in PRECISIONS
 
 
-class LayerSummary(JsonFile):
-    """Routing metrics of a sparse layer on the validation split."""
-
-    __pydantic_extra__: dict[str, Value]  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    @property
-    def measures(self) -> Mapping[str, Value]:
-        return self.__pydantic_extra__
-
-
 class Summary(JsonFile):
     """`summary.json`: results of a finished run; a number that is not finite is null."""
 
@@ -106,17 +95,8 @@ class Summary(JsonFile):
     adjacent windows."""
     num_alarms: Count | None = None
     num_skipped_steps: Count | None = None
-    routing: dict[str, LayerSummary] = {}
-
-
-class AlarmLine(Line):
-    """A line of `alarms.jsonl`."""
-
-    kind: str = ""
-    layer: str | None = None
-    """Sparse layer; None if the alarm is about the whole model."""
-    message: str = ""
-    advice: str = ""
+    routing: dict[str, dict[str, Value]] = {}
+    """Sparse layer -> metric -> value on the validation split."""
 
 
 class CodeEntry(BaseModel):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.numbers import gigabytes
 from moe_ffn.config.process_memory import memory_limit
 
@@ -20,6 +21,7 @@ _MAX_COPIES = 6
 """Upper limit of copies of a weight in memory: the weight, its gradient and its optimizer state."""
 
 
+@explaining_custom_errors()
 def check_fits(config: TrainConfig, teacher_bytes: int = 0) -> None:
     """Raise ConfigError if the model, or the token ids of a batch, exceed the memory limit of this process.
 
@@ -35,20 +37,8 @@ def check_fits(config: TrainConfig, teacher_bytes: int = 0) -> None:
             raise ConfigError(
                 f"{section}: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
             )
-    # Otherwise every optimizer fits.
-    if _is_on_cpu(config) and weights * _MAX_COPIES + teacher_bytes > memory:
-        _check_training_fits(config, weights, teacher_bytes, memory)
-
-
-def _is_on_cpu(config: TrainConfig) -> bool:
-    accelerator, num_nodes = config.trainer.accelerator, config.trainer.num_nodes
-    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
-    return num_nodes == 1 and (accelerator == "cpu" or (accelerator == "auto" and not has_gpu))
-
-
-def _check_training_fits(
-    config: TrainConfig, weights: int, teacher_bytes: int, memory: int
-) -> None:
+    if not _is_on_cpu(config) or weights * _MAX_COPIES + teacher_bytes <= memory:
+        return  # every optimizer fits
     from moe_ffn.runs.planner import Sizes  # takes half a second, and most runs do not need it
 
     relative_size = {"bf16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
@@ -67,6 +57,12 @@ def _check_training_fits(
             f"but this process may have {gigabytes(memory)} of memory; make the model smaller, its largest "
             "tables first, or train on a machine with more"
         )
+
+
+def _is_on_cpu(config: TrainConfig) -> bool:
+    accelerator, num_nodes = config.trainer.accelerator, config.trainer.num_nodes
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return num_nodes == 1 and (accelerator == "cpu" or (accelerator == "auto" and not has_gpu))
 
 
 def training_needs(config: TrainConfig) -> str:

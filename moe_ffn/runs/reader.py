@@ -48,10 +48,10 @@ from moe_ffn.runs.folder import (
     saved_config,
 )
 from moe_ffn.runs.identity import identity_of_weights
-from moe_ffn.runs.json_files import AlarmLine, Facts, Summary
+from moe_ffn.runs.json_files import Facts, Summary
 from moe_ffn.runs.resume import first_usable, problem_of_weights
 from moe_ffn.runs.rows import Rows, Series
-from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
+from moe_ffn.training.monitoring.json_lines import Alarm, AnyLine, Row, Sample, read_lines
 from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, SavedTensors, newest_first
 from moe_ffn.training.sampling import encode_text
 
@@ -113,7 +113,7 @@ class Run:
     """Results of a finished run; empty before the end."""
     samples: Sequence[Sample]
     """Texts that the model generated at each validation."""
-    alarms: Sequence[AlarmLine]
+    alarms: Sequence[Alarm]
     options: Mapping[str, Any]
     """Every option as plain values; `config` is the typed form."""
     config_text: str
@@ -239,7 +239,7 @@ class Run:
     def validated(self) -> Mapping[str, Mapping[str, Any]]:
         """Sparse layer -> metric -> last value on the validation split."""
         if self.summary.routing:
-            return {layer: values.measures for layer, values in self.summary.routing.items()}
+            return self.summary.routing
         return {
             layer: {
                 **{key: series.last for key, series in metrics.items()},
@@ -272,11 +272,10 @@ def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
     distinct: dict[Path, Path] = {}
     for folder in folders:
         distinct.setdefault(folder.resolve(), folder)
-    folders = list(distinct.values())
-    names = [folder.resolve().name for folder in folders]
+    names = [path.name for path in distinct]
     return [
         read_run(folder, str(folder) if names.count(name) > 1 else name, has_ended=has_ended)
-        for folder, name in zip(folders, names, strict=True)
+        for folder, name in zip(distinct.values(), names, strict=True)
     ]
 
 
@@ -304,7 +303,7 @@ def read_run(
         facts=Facts.read(folder / FACTS_FILE),
         summary=summary,
         samples=_lines(folder / SAMPLES_FILE, Sample),
-        alarms=_lines(folder / ALARMS_FILE, AlarmLine),
+        alarms=_lines(folder / ALARMS_FILE, Alarm),
         options=_yaml_mapping(text),
         config_text=text,
     )

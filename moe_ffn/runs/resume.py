@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from moe_ffn.config.errors import ConfigError, command, printable, reading
+from moe_ffn.config.errors import ConfigError, printable, reading
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.files import read_text, reason, remove_unfinished, write_atomically, write_file
@@ -50,12 +50,8 @@ from moe_ffn.training.recovery.checkpoint_file import (
     newest_first,
     read_checkpoint,
     rename_skipped,
-    step_name,
 )
 from moe_ffn.training.recovery.guard import StepGuard
-
-if TYPE_CHECKING:
-    from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 
 log = logging.getLogger(__name__)
 
@@ -204,13 +200,6 @@ def _problem_of_state(
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"holds a state that this version cannot load ({error!r})"
     return None
-
-
-def resume_hint(folder: Path, keeper: CheckpointKeeper) -> str:
-    """Return a sentence with the last saved checkpoint and the command that resumes the run."""
-    step = keeper.last_saved_step
-    saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
-    return f"{saved}; resume with: {command('train')} --resume {folder}"
 
 
 # -- the folder

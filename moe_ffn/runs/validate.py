@@ -13,7 +13,6 @@ from lightning import Trainer
 
 from moe_ffn.config.environment import check_number_of_processes, is_first_rank
 from moe_ffn.config.errors import ConfigError, UseCase, first_line
-from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_parts import check_custom_parts
@@ -41,7 +40,7 @@ def require_valid(config: TrainConfig, resume: Resume | None = None) -> Hardware
     """Return the hardware of a run, or raise all mistakes in its config as one ConfigError."""
     _raise_together(
         *([partial(check_run_folder, config)] if resume is None and is_first_rank() else []),
-        partial(_check_sizes, config),
+        partial(check_fits, config),
         partial(_check_launcher, config),
     )
     hardware = find_hardware(config, Facts() if resume is None else resume.facts)
@@ -92,11 +91,6 @@ def find_hardware(config: TrainConfig, facts: Facts) -> Hardware:
 
 
 # -- single checks
-
-
-def _check_sizes(config: TrainConfig) -> None:
-    with explaining_custom_errors():
-        check_fits(config)
 
 
 def _check_launcher(config: TrainConfig) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -170,28 +170,19 @@ class StoredAnswers:
 
     def __init__(self, path: Path, option: str) -> None:
         """Open the file that `option` names; ConfigError if it holds no stored answers."""
+        from safetensors import SafetensorError, safe_open  # only stored answers need the package
+
         self.path, self.option = path, option
         make = "write one with moe-ffn evaluate RUN --store-answers FILE"
         if kind_of(path) != "a file":
             raise ConfigError(f"{option}: '{path}' is {kind_of(path) or 'not there'}; {make}")
         try:
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(min(size, 1 << 20)))
-            self.about: dict[str, str] = header["__metadata__"]
-            self._rows = [
-                np.memmap(
-                    path,
-                    dtype,
-                    "r",
-                    8 + size + header[name]["data_offsets"][0],
-                    tuple(header[name]["shape"]),
-                )
-                for name, dtype in (("token_ids", "<i4"), ("log_probs", "<f4"), ("log_rest", "<f4"))
-            ]
-        except (struct.error, ValueError, KeyError) as error:
+            file = safe_open(path, framework="pt")
+            self._rows = [file.get_slice(field.name) for field in fields(Answers)]
+        except SafetensorError as error:
             raise ConfigError(f"{option}: '{path}' holds no stored answers; {make}") from error
-        self.num_positions, self.top = self._rows[0].shape
+        self.about: dict[str, str] = file.metadata() or {}
+        self.num_positions, self.top = self._rows[0].get_shape()
 
     @property
     def sha256(self) -> str:
@@ -222,10 +213,9 @@ class StoredAnswers:
 
     def at(self, starts_B: Tensor, seq_len: int) -> Answers:
         """Return the answers (B, S, N) for windows of `seq_len` tokens, on the device of `starts_B`."""
-        windows = starts_B.cpu().numpy()[:, None] + np.arange(seq_len)
-        return Answers(
-            *(torch.from_numpy(rows[windows]).to(starts_B.device) for rows in self._rows)
-        )
+        starts = starts_B.tolist()
+        windows = ([rows[start : start + seq_len] for start in starts] for rows in self._rows)
+        return Answers(*(torch.stack(values).to(starts_B.device) for values in windows))
 
 
 Teacher = DecoderTeacher | StoredAnswers

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,12 +129,10 @@ def evaluate(
     )
 
 
-def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the autocast context of a mixed `trainer.precision`; other precisions need none."""
-    if not precision.endswith("-mixed"):
-        return nullcontext()
-    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16
-    return torch.autocast(device.type, dtype)
+def autocast_of(precision: str, device: torch.device) -> torch.autocast:
+    """Return the autocast context of a `trainer.precision`, which does something if it is mixed."""
+    dtype = torch.float16 if precision.startswith("16") else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=precision.endswith("-mixed"))
 
 
 def _known(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

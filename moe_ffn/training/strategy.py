@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from moe_ffn.training.parallel.sharding import empty_shard_like, shard_like
-from moe_ffn.training.recovery.checkpoint_file import SavedTensors, read_checkpoint
+from moe_ffn.training.recovery.checkpoint_file import SavedTensors
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -60,21 +59,17 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        # `checkpoint_io` would read whole tensors.
-        return read_checkpoint(Path(checkpoint_path))
+        return self.checkpoint_io.load_checkpoint(checkpoint_path)
 
 
 def _sharded_state(saved: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
     """Return index of a parameter -> optimizer state, sharded like the parameter."""
-
-    def convert(shard: Callable[[Any, Tensor], Any], states: Mapping[int, Any]) -> dict[int, Any]:
-        return {
-            index: tree_map(lambda value, p=parameters[index]: shard(value, p), state)
-            for index, state in states.items()
-        }
-
-    if not isinstance(saved, SavedTensors):
-        return convert(shard_like, saved)
-    sharded = convert(empty_shard_like, saved.described)
-    saved.read_into(sharded)
+    is_in_shards = isinstance(saved, SavedTensors)
+    shard = empty_shard_like if is_in_shards else shard_like
+    sharded = {
+        index: tree_map(lambda value, p=parameters[index]: shard(value, p), state)
+        for index, state in (saved.described if is_in_shards else saved).items()
+    }
+    if is_in_shards:
+        saved.read_into(sharded)
     return sharded

@@ -15,10 +15,10 @@ import pytest
 from moe_ffn import files
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.folder import locked
-from moe_ffn.runs.json_files import AlarmLine, CodeEntries, Facts, JsonFile, Summary
+from moe_ffn.runs.json_files import CodeEntries, Facts, JsonFile, Summary
 from moe_ffn.runs.reader import Sample, read_run, read_runs
 from moe_ffn.runs.rows import Rows, flat
-from moe_ffn.training.monitoring.json_lines import JsonLines, Row, read_lines
+from moe_ffn.training.monitoring.json_lines import Alarm, JsonLines, Row, read_lines
 from tests.helpers.synthetic_run import age, raise_alarms, write_metrics, write_run
 
 
@@ -122,7 +122,7 @@ def test_alarms(tmp_path: Path) -> None:
     first, second = read_run(folder).alarms
 
     assert (first.step, first.kind, first.layer) == (300, "collapse", "layer_01")
-    assert second == AlarmLine(
+    assert second == Alarm(
         step=420,
         kind="loss_spike",
         layer=None,

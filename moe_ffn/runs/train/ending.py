@@ -27,12 +27,11 @@ from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.json_files import plain_values
 from moe_ffn.runs.reader import read_weights
-from moe_ffn.runs.resume import resume_hint
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
 from moe_ffn.training.recovery import TrainingError
-from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first
+from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first, step_name
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.recovery.stopping import Interrupted, lost_rank
 from moe_ffn.weights.pretrained import write_model_folder
@@ -62,7 +61,10 @@ class TrainingRun:
 
     @property
     def resume_hint(self) -> str:
-        return resume_hint(self.folder, self.callbacks.checkpoints)
+        """Last saved checkpoint and the command that resumes the run, as a sentence."""
+        step = self.callbacks.checkpoints.last_saved_step
+        saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
+        return f"{saved}; resume with: {command('train')} --resume {self.folder}"
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def run_training(config: TrainConfig, resume: Resume | None = None) -> Path:
         if is_first_rank():
             loggers, wandb_line = assemble.make_loggers(config, folder, facts)
         layout_line = [hardware.layout.describe()] if hardware.layout.num_ranks > 1 else []
-        code_lines = custom_code.describe_code(files, folder) if resume is None else ()
+        code_lines = custom_code.describe_code(config, folder) if resume is None else ()
         console.print(*layout_line, wandb_line, *code_lines, f"writing to {folder}/\n", sep="\n")
         callbacks = assemble.make_callbacks(config, data, folder, run_id)
         trainer = assemble.build_trainer(

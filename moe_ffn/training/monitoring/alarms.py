@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
+from moe_ffn.training.monitoring.json_lines import Alarm
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery import Checkpointed
@@ -41,24 +42,6 @@ RoutingValues = Mapping[str, Tensor]
 
 _Problem = tuple[AlarmKind, str | None]
 """Kind of alarm, and layer."""
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A problem in one layer or in the whole model."""
-
-    step: int
-    kind: AlarmKind
-    layer: str | None
-    """Name of the layer, as in the keys of metrics; None for the whole model."""
-    message: str
-    """The problem with its measured value and limit, without the layer."""
-    advice: str
-    """Options to try, with their current values."""
-
-    def __str__(self) -> str:
-        place = "" if self.layer is None else f"{self.layer}: "
-        return f"step {self.step}: {place}{self.message}; {self.advice}"
 
 
 def summarize_alarms(alarms: Iterable[Alarm]) -> Iterator[tuple[Alarm, str]]:
@@ -167,7 +150,13 @@ class AlarmRules(Checkpointed):
                 messages[kind] = f"{messages[kind]}, for {lasted} steps" if is_alarm else ""
             problems |= {(kind, layer): message for kind, message in messages.items()}
         return [
-            Alarm(step, kind, layer, message, self.advice.against(kind, layer))
+            Alarm(
+                step=step,
+                kind=kind,
+                layer=layer,
+                message=message,
+                advice=self.advice.against(kind, layer),
+            )
             for (kind, layer), message in problems.items()
             if message and self._begins(step, num_steps, kind, layer)
         ]
@@ -178,7 +167,7 @@ class AlarmRules(Checkpointed):
             return []
         message = f"skipped ({skipped.num_in_a_row} in a row, {limit} end the run): {skipped}"
         advice = skipped.advice or self.advice.against("skipped_step", None)
-        return [Alarm(skipped.step, "skipped_step", None, message, advice)]
+        return [Alarm(step=skipped.step, kind="skipped_step", message=message, advice=advice)]
 
     def not_judged(self, num_steps: int, *, is_routed: bool) -> list[str]:
         """Return `AlarmsConfig.not_judged` for the rows checked so far."""

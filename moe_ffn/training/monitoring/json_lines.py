@@ -62,6 +62,23 @@ class Sample(Line):
     text: str = ""
 
 
+class Alarm(Line):
+    """A problem in one layer or in the whole model."""
+
+    kind: str = ""
+    """An `AlarmKind`."""
+    layer: str | None = None
+    """Name of the layer, as in the keys of metrics; None for the whole model."""
+    message: str = ""
+    """The problem with its measured value and limit, without the layer."""
+    advice: str = ""
+    """Options to try, with their current values."""
+
+    def __str__(self) -> str:
+        place = "" if self.layer is None else f"{self.layer}: "
+        return f"step {self.step}: {place}{self.message}; {self.advice}"
+
+
 AnyLine = TypeVar("AnyLine", bound=Line)
 
 

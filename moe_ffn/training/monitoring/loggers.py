@@ -14,7 +14,6 @@ import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from pydantic import ValidationError
 from moe_ffn.config.errors import explain, first_line
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, heat_figure
 from moe_ffn.training.config import WandbConfig
-from moe_ffn.training.monitoring.alarms import Alarm, summarize_alarms
-from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines
+from moe_ffn.training.monitoring.alarms import summarize_alarms
+from moe_ffn.training.monitoring.json_lines import STEP_KEY, Alarm, JsonLines
 from moe_ffn.training.recovery import Checkpointed
 
 log = logging.getLogger(__name__)
@@ -298,7 +297,7 @@ class AlarmLog(Checkpointed):
             # wandb suppresses an alert with the same title as a recent one.
             title = title if first.layer is None else f"{title}, {first.layer}"
             alert(loggers, title, sentence)
-        self.file.add(asdict(alarm) for alarm in alarms)
+        self.file.add(alarm.model_dump() for alarm in alarms)
 
 
 def close(loggers: Iterable[Logger], status: str = "success") -> None:

@@ -122,14 +122,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         return _read_shards(values, path.parent) if _SHARDS in values else values
 
 
-def read_all(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU, including every sharded tensor as a whole; see `read_checkpoint`."""
-    values = read_checkpoint(path)
-    for holder, key in _holders_of_tensors(values):
-        holder[key] = dict(holder[key])
-    return values
-
-
 def verify(path: Path) -> None:
     """Raise CheckpointError unless a checkpoint file and its shards match their checksums."""
     with _explaining():
@@ -215,10 +207,7 @@ def _digest(file: BinaryIO, size: int) -> bytes:
     """Return the SHA-256 of the first `size` bytes in hexadecimal; leave the file position after them."""
     digest = hashlib.sha256()
     file.seek(0)
-    while size:
-        block = file.read(min(size, 1 << 20))
-        if not block:
-            raise CheckpointError("was cut short while it was read")
+    while block := file.read(min(size, 1 << 20)):
         digest.update(block)
         size -= len(block)
     return digest.hexdigest().encode()
@@ -381,16 +370,10 @@ def _read_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     for index, info in metadata.storage_data.items():
         parts[index.fqn].append((index.offset, folder / Path(info.relative_path).name))
-    for holder, key in _holders_of_tensors(values):
-        holder[key] = SavedTensors(holder[key], names, parts)
-    return values
-
-
-def _holders_of_tensors(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (dictionary, key) of each mapping whose tensors may be sharded."""
-    yield values, "state_dict"
+    values["state_dict"] = SavedTensors(values["state_dict"], names, parts)
     for state in values.get("optimizer_states", ()):
-        yield state, "state"
+        state["state"] = SavedTensors(state["state"], names, parts)
+    return values
 
 
 def _verify_shards(shards: Mapping[str, Any], parent: Path) -> Path:

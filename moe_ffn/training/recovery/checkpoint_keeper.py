@@ -25,7 +25,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
     IDENTITY,
     CheckpointError,
     newest_first,
-    read_all,
+    read_checkpoint,
     remove_unused_shards,
     step_name,
     step_of,
@@ -57,7 +57,7 @@ class ChecksummedCheckpointIO(CheckpointIO):
             self.failure = error
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return read_all(Path(path))
+        return read_checkpoint(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)

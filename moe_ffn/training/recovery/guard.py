@@ -69,8 +69,6 @@ class Diverged(TrainingError):  # noqa: N818 - what the run has done
 
     def __init__(self, skipped: SkippedStep, problem: str) -> None:
         super().__init__(f"step {skipped.step}: {problem}")
-        self.step = skipped.step
-        self.problem = problem
         self.skipped = skipped
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -39,20 +39,34 @@ class Interrupted(TrainingError):  # noqa: N818 - nothing went wrong
         super().__init__(f"{signal.Signals(signum).name} after step {step}")
 
 
+def _handle(handler: Any) -> dict[int, Any]:
+    """Set the handler of all stop signals; return signal -> handler before; empty outside the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return {signum: signal.signal(signum, handler) for signum in _STOP_SIGNALS if is_main}
+
+
+@contextmanager
+def _handling(handler: Any) -> Iterator[None]:
+    before = _handle(handler)
+    try:
+        yield
+    finally:
+        for signum, handler_before in before.items():
+            signal.signal(signum, handler_before)
+
+
 @contextmanager
 def ending_at_once(awaited: str) -> Iterator[None]:
     """Let signals end this process at once while torch's C++ code waits; after 10 s, print for whom."""
     line = f"waiting for {awaited}\n"
     timer = threading.Timer(10, lambda: os.write(sys.stderr.fileno(), line.encode()))
     timer.daemon = True
-    before = {s: signal.signal(s, signal.SIG_DFL) for s in _STOP_SIGNALS if _is_main_thread()}
     timer.start()
     try:
-        yield
+        with _handling(signal.SIG_DFL):
+            yield
     finally:
         timer.cancel()
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 class SignalListener:
@@ -61,22 +75,12 @@ class SignalListener:
     def __init__(self) -> None:
         self.signum = 0
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Store SIGINT, SIGTERM and SIGHUP within the block, instead of ending the process."""
-        before = {signum: signal.getsignal(signum) for signum in _STOP_SIGNALS}
-        self.listen()
-        try:
-            yield
-        finally:
-            if _is_main_thread():
-                for signum, handler in before.items():
-                    signal.signal(signum, handler)
+        return _handling(self._store)
 
     def listen(self) -> None:
-        if _is_main_thread():
-            for signum in _STOP_SIGNALS:
-                signal.signal(signum, self._store)
+        _handle(self._store)
 
     def _store(self, signum: int, frame: FrameType | None) -> None:
         if self.signum and signum == signal.SIGINT:
@@ -156,11 +160,6 @@ class ResumableEarlyStopping(EarlyStopping):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
-
-
-def _is_main_thread() -> bool:
-    """Return True in the only thread that may set signal handlers."""
-    return threading.current_thread() is threading.main_thread()
 
 
 _LOST_RANK = re.compile(

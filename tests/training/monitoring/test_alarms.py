@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import TrainerConfig
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmRules
+from moe_ffn.training.monitoring.alarms import Advice, AlarmRules
+from moe_ffn.training.monitoring.json_lines import Alarm
 from moe_ffn.training.monitoring.loggers import AlarmLog
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import AdamWConfig
@@ -273,7 +273,7 @@ def test_each_layer_has_its_own_alarm(rules: AlarmRules) -> None:
 # -- the log of alarms
 
 
-ALARM = Alarm(30, "loss_spike", None, "train/loss is nan", "lower it")
+ALARM = Alarm(step=30, kind="loss_spike", message="train/loss is nan", advice="lower it")
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_an_alarm_is_logged_written_and_sent_to_wandb(
     assert capsys.readouterr().err == f"alarm: {text}\n" * 2
     assert told == [([], "loss spike", text)] * 2
     lines = [json.loads(line) for line in alarm_log.file.path.read_text().splitlines()]
-    assert lines == [asdict(ALARM)] * 2
+    assert lines == [ALARM.model_dump()] * 2
     assert alarm_log.num_alarms == 2
 
 
@@ -307,7 +307,8 @@ def test_many_layers_are_one_line_and_one_alert(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], told: list[tuple[object, str, str]]
 ) -> None:
     layers = [f"layer_0{number}" for number in range(3)]
-    alarms = [Alarm(9, "collapse", layer, "too much", "raise it") for layer in layers]
+    about = {"step": 9, "kind": "collapse", "message": "too much", "advice": "raise it"}
+    alarms = [Alarm.model_validate({**about, "layer": layer}) for layer in layers]
     alarm_log = AlarmLog(tmp_path / "alarms.jsonl")
 
     alarm_log.report(alarms, loggers=[])
