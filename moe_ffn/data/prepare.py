@@ -164,7 +164,9 @@ _KNOWN = "known_corpora"
 
 
 def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
-    with contextlib.suppress(ConfigError):  # there is no stamp, or the file is missing or damaged
+    if stamp is None:
+        return None
+    with contextlib.suppress(ConfigError):  # the file is missing or damaged
         return Documents.from_dict(read_object(cache_dir / _KNOWN / f"{stamp}.json"))
     return None
 

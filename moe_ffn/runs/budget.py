@@ -40,10 +40,8 @@ class Budget:
         """
         check_counts(config)
         model, data = config.model, config.data
-        sizes, ffns = (
-            (vocab_size or data.tokenizer.max_vocab_size, data.seq_len),
-            model.layer_ffns(),
-        )
+        sizes = (vocab_size or data.tokenizer.max_vocab_size, data.seq_len)
+        ffns = model.layer_ffns()
         return cls(
             model=Cost(
                 model.num_params(*sizes),
