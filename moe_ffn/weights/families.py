@@ -16,29 +16,20 @@ from moe_ffn.weights.layouts import (
     transposed,
 )
 from moe_ffn.weights.options import (
+    WINDOW,
     LlamaCpp,
     OptionMapping,
     accept_only,
     constant,
     gated,
     layer_windows,
-    read_all,
     read_equal_heads,
-    read_first_dense,
-    read_groups,
     read_qwen_layers,
-    read_shared_experts,
     read_whole_heads,
-    read_window,
     renamed,
     require_kv_heads,
     rope,
-    write_dense_width,
-    write_first_dense,
-    write_groups,
     write_qwen_layers,
-    write_shared_experts,
-    write_window,
 )
 from moe_ffn.weights.rewrites import (
     ALL_BIASES,
@@ -67,7 +58,6 @@ DECODER = (*UNTIED, ROPE, TIE)
 SEPARATE = (*UNTIED, ROPE, NEVER_TIED)
 KV_HEADS = renamed("num_key_value_heads", "attention.num_kv_heads")
 HEADS = (KV_HEADS, renamed("head_dim", "attention.head_dim"))
-WINDOW = OptionMapping(read_window, write_window)
 LATER_WINDOWS = layer_windows(lambda layer, max_layers: layer >= max_layers)
 ALTERNATING_WINDOWS = layer_windows(lambda layer, max_layers: layer % 2 == 0)
 ALWAYS_WINDOWS = OptionMapping(
@@ -86,22 +76,55 @@ DENSE = (
 SOFTMAX_TOP_K = constant({"sparse.type": "moe", "sparse.router.type": "top_k"})
 RENORMALIZE = renamed("norm_topk_prob", "sparse.router.renormalize", False)
 K = renamed("num_experts_per_tok", "sparse.router.k", 1)
-DENSE_WIDTH = OptionMapping(lambda hf: {"dense.d_ff": hf["intermediate_size"]}, write_dense_width)
+# Transformers needs a width even if no layer is dense.
+DENSE_WIDTH = OptionMapping(
+    lambda hf: {"dense.d_ff": hf["intermediate_size"]},
+    lambda options: {
+        "intermediate_size": options.get("dense.d_ff") or options.get("sparse.experts.d_ff") or 1
+    },
+)
+ALL_LAYERS = OptionMapping(lambda hf: {"sparse_layers": list(hf.layers())})
 ALL_SPARSE = (
-    OptionMapping(read_all),
+    ALL_LAYERS,
     renamed("intermediate_size", "sparse.experts.d_ff", 1),
     gated("sparse.experts.type"),
     K,
     SOFTMAX_TOP_K,
 )
+GROUPS = {"num_groups": "n_group", "keep": "topk_group"}
 SIGMOID_TOP_K = (
-    OptionMapping(read_first_dense, write_first_dense),
+    OptionMapping(
+        lambda hf: {"sparse_layers": [*hf.layers()[hf.count("first_k_dense_replace", 0) :]]},
+        lambda options: {"first_k_dense_replace": min(options["sparse_layers"], default=0)},
+    ),
     DENSE_WIDTH,
     renamed("n_routed_experts", "sparse.num_experts", 1),
     renamed("moe_intermediate_size", "sparse.experts.d_ff", 1),
-    OptionMapping(read_shared_experts, write_shared_experts),
+    OptionMapping(
+        lambda hf: {
+            "sparse.shared_expert.d_ff": (
+                hf.count("n_shared_experts") * hf.count("moe_intermediate_size")
+            )
+        },
+        lambda options: {
+            "n_shared_experts": round(
+                options.get("sparse.shared_expert.d_ff", 1) / options.get("sparse.experts.d_ff", 1)
+            )
+            or 1
+        },
+    ),
     gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
-    OptionMapping(read_groups, write_groups),
+    OptionMapping(
+        lambda hf: (
+            {"sparse.router.groups": None}
+            if hf["n_group"] == hf["topk_group"] == 1
+            else {f"sparse.router.groups.{ours}": hf[theirs] for ours, theirs in GROUPS.items()}
+        ),
+        lambda options: {
+            theirs: options.get(f"sparse.router.groups.{ours}", 1)
+            for ours, theirs in GROUPS.items()
+        },
+    ),
     renamed("routed_scaling_factor", "sparse.router.scale", 1.0),
     K,
     RENORMALIZE,
@@ -498,7 +521,7 @@ FAMILIES = (
             constant({"attention.sinks": True}),
         ),
         (
-            OptionMapping(read_all),
+            ALL_LAYERS,
             renamed("num_local_experts", "sparse.num_experts", 1),
             renamed("intermediate_size", "sparse.experts.d_ff", 1),
             renamed("swiglu_alpha", "sparse.experts.alpha", 1.702),
