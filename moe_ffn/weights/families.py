@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_ffn.weights.layouts import (
     TensorLayout,
+    gate_up_down,
     interleaved,
     linear,
     named,
@@ -153,7 +154,7 @@ OUTSIDE_LAYERS = {
 }
 """Names of the weights outside the layers."""
 
-DENSE_LAYER = linear(
+DENSE_LAYER = gate_up_down("ffn", "mlp") | linear(
     attention__query="self_attn.q_proj",
     attention__key="self_attn.k_proj",
     attention__value="self_attn.v_proj",
@@ -162,9 +163,6 @@ DENSE_LAYER = linear(
     attention__key_norm="self_attn.k_norm",
     attention_norm="input_layernorm",
     ffn_norm="post_attention_layernorm",
-    ffn__gate="mlp.gate_proj",
-    ffn__up="mlp.up_proj",
-    ffn__down="mlp.down_proj",
 )
 SPARSE_LAYER = {
     **DENSE_LAYER,
@@ -178,11 +176,7 @@ SPARSE_LAYER = {
 }
 SIGMOID_LAYER = {
     **SPARSE_LAYER,
-    **linear(
-        ffn__shared_expert__gate="mlp.shared_experts.gate_proj",
-        ffn__shared_expert__up="mlp.shared_experts.up_proj",
-        ffn__shared_expert__down="mlp.shared_experts.down_proj",
-    ),
+    **gate_up_down("ffn.shared_expert", "mlp.shared_experts"),
     "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
 }
 
@@ -443,12 +437,8 @@ FAMILIES = (
         {**QWEN_DEFAULTS, **QWEN_MOE, "num_key_value_heads": 16, "qkv_bias": True},
         {
             **SPARSE_LAYER,
-            **linear(
-                ffn__shared_expert__gate="mlp.shared_expert.gate_proj",
-                ffn__shared_expert__up="mlp.shared_expert.up_proj",
-                ffn__shared_expert__down="mlp.shared_expert.down_proj",
-                ffn__combine__gate="mlp.shared_expert_gate",
-            ),
+            **gate_up_down("ffn.shared_expert", "mlp.shared_expert"),
+            **linear(ffn__combine__gate="mlp.shared_expert_gate"),
         },
         aliases={"num_local_experts": "num_experts"},
         rewrites={**SEPARATE_OUTPUT, **GATED_SHARED_EXPERT, **QKV_BIASES},
@@ -565,10 +555,8 @@ FAMILIES = (
             **DENSE_LAYER,
             "attention.sink_H": named("self_attn.sinks"),
             **linear(ffn__router__projection="mlp.router"),
-            "ffn.experts.gate_up": interleaved("mlp.experts.gate_up_proj", is_transposed=True),
-            "ffn.experts.gate_up_bias": interleaved(
-                "mlp.experts.gate_up_proj_bias", is_transposed=False
-            ),
+            "ffn.experts.gate_up": interleaved("mlp.experts.gate_up_proj"),
+            "ffn.experts.gate_up_bias": interleaved("mlp.experts.gate_up_proj_bias"),
             "ffn.experts.down": transposed("mlp.experts.down_proj"),
             "ffn.experts.down_bias": named("mlp.experts.down_proj_bias"),
         },
