@@ -69,11 +69,11 @@ def record(probe: Probe) -> dict[str, RecordedCalls]:
             calls = recorded[layer.name]
             for module in layer.router_modules:
                 hook = partial(after_router, calls)
-                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             for module in layer.experts:
                 if is_experts(module) or isinstance(module, MatrixExperts):
                     hook = partial(before_experts, calls)
-                    hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         probe.run()
     return recorded
 
@@ -228,12 +228,12 @@ def _errors(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
 
     found = _results(compute, (x_TD, weights_N), dict(module.named_parameters()))
     sums = {name: torch.zeros_like(found[name], dtype=torch.float64) for name in _INPUTS}
-    differences: dict[str, list[Tensor]] = {name: [] for name in found}
-    scales: dict[str, list[Tensor]] = {name: [] for name in found}
+    # The largest difference, and the largest value.
+    largest = {name: x_TD.new_zeros(2, dtype=torch.float64) for name in found}
 
     def compare(name: str, found: Tensor, expected: Tensor) -> None:
-        differences[name].append((found.double() - expected).abs().max())
-        scales[name].append(expected.abs().max())
+        pair = torch.stack([(found.double() - expected).abs().max(), expected.double().abs().max()])
+        largest[name] = torch.maximum(largest[name], pair)
 
     for expert in range(num_experts):
         own_N = (ids_N == expert).nonzero().flatten()
@@ -247,12 +247,7 @@ def _errors(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
             compare(name, found[name][expert], expected.get(name, found[name].new_zeros(1)))
     for name, total in sums.items():
         compare(name, found[name], total)
-    return {
-        name: float(
-            torch.stack(differences[name]).max() / torch.stack(scales[name]).max().clamp(1e-30)
-        )
-        for name in found
-    }
+    return {name: float(error / size.clamp(1e-30)) for name, (error, size) in largest.items()}
 
 
 _INPUTS = ("output", "gradient of the tokens", "gradient of the weights")
