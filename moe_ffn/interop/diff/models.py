@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
-from moe_ffn.config.option_tree import flatten
+from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import FFNBlock, short_name
 from moe_ffn.files import kind_of
@@ -258,17 +258,15 @@ def compare_tensors(a: ComparedModel, b: ComparedModel) -> dict[str, Any]:
 
 def differing_options(a: ComparedModel, b: ComparedModel) -> tuple[str, ...]:
     """Return a note on the options that differ between the configs of two models of one library."""
-    if isinstance(a.model, Decoder) and isinstance(b.model, Decoder):
-        configs = [flatten(side.model.config.to_dict()) for side in (a, b)]
-    elif isinstance(a.model, Decoder) or isinstance(b.model, Decoder):
+    is_ours = isinstance(a.model, Decoder)
+    if is_ours != isinstance(b.model, Decoder):
         return ()
-    else:
-        configs = [flatten(side.model.config.to_diff_dict()) for side in (a, b)]
-    names = [name for name in configs[0] | configs[1] if name not in _NOT_OF_THE_MODEL]
+    configs = (side.model.config for side in (a, b))
+    ours, theirs = (flatten(c.to_dict() if is_ours else c.to_diff_dict()) for c in configs)
     differing = [
-        f"{name} ({show(configs[0].get(name))} in A, {show(configs[1].get(name))} in B)"
-        for name in names
-        if configs[0].get(name) != configs[1].get(name)
+        f"{name} ({show(in_a)} in A, {show(in_b)} in B)"
+        for name, (in_a, in_b) in differences(ours, theirs).items()
+        if name not in _NOT_OF_THE_MODEL
     ]
     return (f"options differ: {', '.join(differing)}",) if differing else ()
 
