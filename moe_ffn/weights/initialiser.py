@@ -96,13 +96,10 @@ def block_inputs(
     """Run a decoder on a text; yield the tokens and the context that one feed-forward block receives."""
     inputs: list[tuple[Tensor, TokenContext]] = []
     ffn = cast("DecoderLayer", decoder.layers[layer]).ffn
-    handle = ffn.register_forward_pre_hook(lambda _, args: inputs.append(args))
-    try:
+    with ffn.register_forward_pre_hook(lambda _, args: inputs.append(args)):
         for ids in ids_BS.split(_BATCH_SIZE):
             decoder(ids)
             yield inputs.pop()
-    finally:
-        handle.remove()
 
 
 def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNConfig, MoEFFN]]:
