@@ -250,12 +250,10 @@ def with_shared(routed: str, *shared: str) -> TensorLayout:
 
 # -- blocks of architectures that we also read from folders
 
-_FAMILY = {family.model_type: family for family in FAMILIES}
-
 
 def of_family(model_type: str, class_name: str) -> BlockEntry:
     """Return the entry of an architecture that `weights.families` describes."""
-    family = _FAMILY[model_type]
+    family = next(family for family in FAMILIES if family.model_type == model_type)
 
     def template(config: Any) -> dict[str, Any]:
         return sparse_options(family, HFConfig(class_name, LiveOptions(config, family.defaults)))

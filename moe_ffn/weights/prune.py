@@ -260,7 +260,9 @@ def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | 
 
     order = torch.arange(weights.d_ff)
     if expert != leader:
-        order = _best_assignment(units(leader) @ units(expert).t())
+        optimize = import_optional("scipy.optimize", "method.type: merge needs scipy")
+        similarity_FF = (units(leader) @ units(expert).t()).numpy()
+        order = torch.from_numpy(optimize.linear_sum_assignment(similarity_FF, maximize=True)[1])
     rows = torch.cat([order + i * weights.d_ff for i in range(num_matrices)])
     up_bias, down_bias = weights.up_bias_EH, weights.down_bias_ED
     return [
@@ -269,10 +271,3 @@ def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | 
         None if up_bias is None else up_bias[expert][rows],
         None if down_bias is None else down_bias[expert],
     ]
-
-
-def _best_assignment(similarity_FF: Tensor) -> Tensor:
-    """Return the column of each row, int64 (F,), in the one-to-one assignment with the largest sum."""
-    optimize = import_optional("scipy.optimize", "method.type: merge needs scipy")
-    columns = optimize.linear_sum_assignment(similarity_FF.numpy(), maximize=True)[1]
-    return torch.from_numpy(columns)

@@ -165,9 +165,8 @@ def choose_architecture(
             f"no architecture of transformers has all options of this model: {problem}"
         )
     equal = [attempt for attempt in attempts if not attempt.differences]
-    replaced = [a.family.model_type for a in equal if has_tokenizer and a.family.replaces_tokenizer]
-    equal = [attempt for attempt in equal if attempt.family.model_type not in replaced]
-    if not equal:
+    replaced = [a for a in equal if has_tokenizer and a.family.replaces_tokenizer]
+    if len(equal) == len(replaced):
         differing = [attempt for attempt in attempts if attempt.differences]
         nearest = min(differing, key=lambda attempt: len(attempt.differences))
         path, value, theirs = nearest.differences[0]
@@ -176,7 +175,7 @@ def choose_architecture(
             f"{nearest.family.model_type}, the nearest architecture, has {json.dumps(theirs)}; train with "
             "that value"
         )
-    chosen = min(equal, key=lambda attempt: len(attempt.rewrites))
+    chosen = min((a for a in equal if a not in replaced), key=lambda a: len(a.rewrites))
     notes = [f"{path} acts only in training and is left out" for path in left_out]
     formats = {part.format for part in decoder.modules() if isinstance(part, FakeQuantizedExperts)}
     how = "written rounded to" if stored is None else "packed as"
@@ -186,9 +185,11 @@ def choose_architecture(
             f"transformers 5.23 cannot read experts packed as {stored}; compressed-tensors itself can"
         ]
     notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
-    notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
-    notes += _mlx_notes(chosen, ours)
-    notes += _llama_cpp_notes(chosen.family, ours)
+    notes += [
+        f"{a.family.model_type} would fit, but transformers replaces its tokenizer"
+        for a in replaced
+    ]
+    notes += [*_mlx_notes(chosen, ours), *_llama_cpp_notes(chosen.family, ours)]
 
     def factor(name: str) -> float:
         return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
