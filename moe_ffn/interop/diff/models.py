@@ -115,7 +115,14 @@ def load(folder: Path, other: Path, options: LoadOptions, *, trust_code: bool) -
                 f"'{folder}' and '{other}' are both adapters; give the base model of one of them, or merge "
                 "both"
             )
-        return _merge(folder, load(base, folder, options, trust_code=trust_code))
+        side = load(base, folder, options, trust_code=trust_code)
+        adapted = load_adapter(folder, side.model, base)
+        if adapted.unused:
+            raise wrong_base(folder, base, f"which has no place for {adapted.unused[0]}")
+        if adapted.missing:
+            raise wrong_base(folder, base, f"for which it lacks {adapted.missing[0]}")
+        merged = adapted.model.merge_and_unload().eval()
+        return replace(side, folder=folder, model=merged, is_merged=True)
     if is_run(folder) or is_model_folder(folder):
         side = _load_ours(folder, options, trust_code=trust_code)
     elif is_transformers_folder(folder):
@@ -182,17 +189,6 @@ def _load_theirs(folder: Path, options: LoadOptions) -> ComparedModel:
     return ComparedModel(
         folder, options, model, encode, vocab_size, max_length_of(model) or MAX_LENGTH
     )
-
-
-def _merge(folder: Path, base: ComparedModel) -> ComparedModel:
-    """Merge an adapter of peft into its base."""
-    adapted = load_adapter(folder, base.model, base.folder)
-    if adapted.unused:
-        raise wrong_base(folder, base.folder, f"which has no place for {adapted.unused[0]}")
-    if adapted.missing:
-        raise wrong_base(folder, base.folder, f"for which it lacks {adapted.missing[0]}")
-    merged = adapted.model.merge_and_unload()
-    return replace(base, folder=folder, model=merged.eval(), is_merged=True)
 
 
 def require_same_shape(a: ComparedModel, b: ComparedModel) -> None:
