@@ -179,13 +179,11 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
         raise
     except Exception as error:  # any type: data sets, templates and custom code may fail
         raise ConfigError(f"--tasks: lm-eval cannot run them: {first_line(error)}") from error
-    return {name: _plain(values) for name, values in results["results"].items()}
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename `acc,none` to `acc`, and keep only numbers."""
     return {
-        key.removesuffix(",none"): float(value)
-        for key, value in values.items()
-        if isinstance(value, int | float) and key not in ("sample_len", "name")
+        name: {
+            key.removesuffix(",none"): float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float) and key not in ("sample_len", "name")
+        }
+        for name, values in results["results"].items()
     }

@@ -60,10 +60,8 @@ class PruneConfig(InitialiserConfig, frozen=True):
                 counts_E, reap_E = observe_use(source, layer, block, ids_BS)
                 score_E = reap_E if self.by == "reap" else counts_E
             kept = score_E.topk(self.num_experts).indices.sort().values
-            made[layer] = (
-                config,
-                prune_experts(block, config, source.config.d_model, kept, generator),
-            )
+            pruned = prune_experts(block, config, source.config.d_model, kept, generator)
+            made[layer] = config, pruned
         return with_blocks(source, made)
 
 
@@ -174,10 +172,8 @@ class MergeConfig(InitialiserConfig, frozen=True):
                 counts_E.add_(count_pairs(ids_N[ids_N < block.num_experts], block.num_experts))
 
             groups = group_experts(counts_E, products_EE, self.num_experts)
-            made[layer] = (
-                config,
-                merge_experts(block, config, source.config.d_model, groups, counts_E, generator),
-            )
+            d_model = source.config.d_model
+            made[layer] = config, merge_experts(block, config, d_model, groups, counts_E, generator)
         return with_blocks(source, made)
 
 
