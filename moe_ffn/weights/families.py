@@ -60,15 +60,6 @@ SEPARATE = (*UNTIED, ROPE, NEVER_TIED)
 KV_HEADS = renamed("num_key_value_heads", "attention.num_kv_heads")
 HEADS = (KV_HEADS, renamed("head_dim", "attention.head_dim"))
 LATER_WINDOWS = layer_windows(lambda layer, max_layers: layer >= max_layers)
-ALTERNATING_WINDOWS = layer_windows(lambda layer, max_layers: layer % 2 == 0)
-ALWAYS_WINDOWS = OptionMapping(
-    ALTERNATING_WINDOWS.read,
-    lambda options: {
-        **ALTERNATING_WINDOWS.write(options),
-        "sliding_window": options.get("attention.window", 128),
-    },
-)
-"""Writes a window for transformers even if no layer has it."""
 DENSE = (
     constant({"sparse_layers": []}),
     renamed("intermediate_size", "dense.d_ff", 1),
@@ -506,7 +497,8 @@ FAMILIES = (
         (
             *SEPARATE,
             *HEADS,
-            ALWAYS_WINDOWS,
+            # Transformers needs a window even if no layer has it.
+            layer_windows(lambda layer, max_layers: layer % 2 == 0, otherwise=128),
             OptionMapping(BIAS.read, lambda options: {"attention_bias": True}),
             constant({"attention.sinks": True}),
         ),

@@ -303,9 +303,11 @@ WINDOW = OptionMapping(
 """The attention window of all layers."""
 
 
-def layer_windows(is_windowed: Callable[[int, int], bool]) -> OptionMapping:
+def layer_windows(
+    is_windowed: Callable[[int, int], bool], otherwise: int | None = None
+) -> OptionMapping:
     """Map the attention window of some layers; by default those for which `is_windowed` is true, given the
-    layer's number and `max_window_layers`.
+    layer's number and `max_window_layers`. If no layer has a window, `otherwise` is written.
     """
 
     def read(hf: HFConfig) -> Options:
@@ -335,7 +337,8 @@ def layer_windows(is_windowed: Callable[[int, int], bool]) -> OptionMapping:
         windowed = options.get("attention.window_at", ())
         layers = range(options["num_layers"])
         kinds = ["sliding_attention" if n in windowed else "full_attention" for n in layers]
-        return {**WINDOW.write(options), "layer_types": kinds}
+        window = options.get("attention.window", otherwise)
+        return {**WINDOW.write(options), "sliding_window": window, "layer_types": kinds}
 
     return OptionMapping(read, write)
 
