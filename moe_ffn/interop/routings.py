@@ -212,13 +212,9 @@ def call_arguments(
     return {**arguments, **arguments.get("kwargs", {})}
 
 
-_SET_BY_DECORATOR = "is_concatenated"
-"""Attribute that `use_experts_implementation` sets in `__init__` (`transformers.integrations.moe`)."""
-
-
 def is_experts(module: nn.Module) -> bool:
     """Return True if the class is decorated by transformers' `use_experts_implementation`."""
-    return _SET_BY_DECORATOR in vars(module)
+    return "is_concatenated" in vars(module)  # the decorator sets it in `__init__`
 
 
 def inputs_of_experts(

@@ -140,11 +140,10 @@ def _sparse_modules(model: nn.Module) -> dict[str, str]:
         modules = routing_modules(model)
     except ConfigError:
         return {}
-    found = {name: model.get_submodule(path) for name, path in modules.items()}
     return {
-        name: modules[name]
-        for name, module in found.items()
-        if not isinstance(module, FFNBlock) or module.routers()
+        name: path
+        for name, path in modules.items()
+        if not isinstance(module := model.get_submodule(path), FFNBlock) or module.routers()
     }
 
 
