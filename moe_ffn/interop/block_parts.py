@@ -17,6 +17,7 @@ from moe_ffn.weights.from_transformers import sparse_options
 from moe_ffn.weights.layouts import (
     TensorLayout,
     WeightSlice,
+    gate_up_down,
     interleaved,
     linear,
     named,
@@ -187,21 +188,17 @@ def shared(width: str, count: str | None = None, **options: Any) -> Template:
 Names = Mapping[str, TensorLayout]
 
 
-def _linear_by_name(ours: str, *stems: str) -> dict[str, TensorLayout]:
-    """Return the layouts of the weight and bias of a linear module that has one of these names."""
-    return {
-        f"{ours}.{kind}": named(*(f"{stem}.{kind}" for stem in stems))
-        for kind in ("weight", "bias")
-    }
-
-
-_ROUTERS = ("gate", "router", "gate.wg", "router.gate", "router.layer", "router.classifier")
-_SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared_mlp")
 TRANSPOSED: Names = {
     f"experts.{name}": transposed(f"experts.{name}_proj") for name in ("gate_up", "down")
 }
 NAMES: Names = {
-    **_linear_by_name("router.projection", *_ROUTERS),
+    **linear(
+        router__projection=(
+            *("gate", "router", "gate.wg", "router.gate", "router.layer", "router.classifier"),
+        ),
+        combine__gate="shared_expert_gate",
+    ),
+    **gate_up_down("shared_expert", "shared_experts", "shared_expert", "shared_mlp"),
     "router.correction_bias_E": named(
         "gate.e_score_correction_bias",
         "e_score_correction_bias",
@@ -210,13 +207,11 @@ NAMES: Names = {
         "router.e_score_correction_bias",
         "gate.balancing_biases",
     ),
-    **{f"experts.{name}": named(f"experts.{name}_proj") for name in ("gate_up", "up", "down")},
-    "experts.gate_up_bias": named("experts.gate_up_proj_bias"),
-    "experts.down_bias": named("experts.down_proj_bias"),
-    **_linear_by_name("shared_expert.gate", *(f"{stem}.gate_proj" for stem in _SHARED_EXPERTS)),
-    **_linear_by_name("shared_expert.up", *(f"{stem}.up_proj" for stem in _SHARED_EXPERTS)),
-    **_linear_by_name("shared_expert.down", *(f"{stem}.down_proj" for stem in _SHARED_EXPERTS)),
-    **_linear_by_name("combine.gate", "shared_expert_gate"),
+    **{
+        f"experts.{name}{suffix}": named(f"experts.{name}_proj{suffix}")
+        for name in ("gate_up", "up", "down")
+        for suffix in ("", "_bias")
+    },
 }
 """Our name of a tensor -> its layout in most blocks."""
 
@@ -255,12 +250,10 @@ def with_shared(routed: str, *shared: str) -> TensorLayout:
 
 # -- blocks of architectures that we also read from folders
 
-_FAMILY = {family.model_type: family for family in FAMILIES}
-
 
 def of_family(model_type: str, class_name: str) -> BlockEntry:
     """Return the entry of an architecture that `weights.families` describes."""
-    family = _FAMILY[model_type]
+    family = next(family for family in FAMILIES if family.model_type == model_type)
 
     def template(config: Any) -> dict[str, Any]:
         return sparse_options(family, HFConfig(class_name, LiveOptions(config, family.defaults)))
@@ -291,8 +284,8 @@ QWEN3 = of_family("qwen3_moe", "Qwen3MoeSparseMoeBlock")
 OLMOE = of_family("olmoe", "OlmoeSparseMoeBlock")
 GPT_OSS = of_family("gpt_oss", "GptOssMLP").with_changes(
     names={
-        "experts.gate_up": interleaved("experts.gate_up_proj", is_transposed=True),
-        "experts.gate_up_bias": interleaved("experts.gate_up_proj_bias", is_transposed=False),
+        "experts.gate_up": interleaved("experts.gate_up_proj"),
+        "experts.gate_up_bias": interleaved("experts.gate_up_proj_bias"),
         "experts.down": transposed("experts.down_proj"),
     }
 )
@@ -391,13 +384,11 @@ GEMMA = BlockEntry(
         },
     },
     {
-        **linear(router__projection="router.proj"),
+        **gate_up_down("shared_expert.ffn", "mlp"),
         "router.input_norm.weight": named("router.scale"),
         "router.weight_scale": named("router.per_expert_scale"),
         **linear(
-            shared_expert__ffn__gate="mlp.gate_proj",
-            shared_expert__ffn__up="mlp.up_proj",
-            shared_expert__ffn__down="mlp.down_proj",
+            router__projection="router.proj",
             experts__input="pre_feedforward_layernorm_2",
             experts__output="post_feedforward_layernorm_2",
             shared_expert__input="pre_feedforward_layernorm",

@@ -20,6 +20,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_ffn.config.errors import ConfigError, did_you_mean, first_line
 from moe_ffn.data.tokenizer import Tokenizer
@@ -87,19 +88,18 @@ class HarnessModel(TemplateLM):
         for first in range(0, len(order), self.batch_size):
             batch = order[first : first + self.batch_size]
             rows = [self._row(*requests[index][1:]) for index in batch]
-            length = max(map(len, rows)) - 1
-            ids_BS = torch.full((len(rows), length), self.eot_token_id)
-            mask_BS = torch.zeros(len(rows), length, dtype=torch.bool)
-            for row, ids in enumerate(rows):
-                ids_BS[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-                mask_BS[row, : len(ids) - 1] = True
+            inputs = [torch.tensor(ids[:-1]) for ids in rows]
+            ids_BS = pad_sequence(inputs, batch_first=True, padding_value=self.eot_token_id)
+            mask_BS = pad_sequence(
+                [torch.ones_like(ids) for ids in inputs], batch_first=True
+            ).bool()
             output = self.decoder(ids_BS.to(self._device), mask=mask_BS.to(self._device))
             for row, index in enumerate(batch):
-                end, count = len(rows[row]) - 1, len(requests[index][2])
-                if not count:
+                end, targets = len(inputs[row]), requests[index][2]
+                if not targets:
                     continue
-                logits_SV = output.logits[row, end - count : end]
-                targets_S = torch.tensor(requests[index][2], device=self._device)
+                logits_SV = output.logits[row, end - len(targets) : end]
+                targets_S = torch.tensor(targets, device=self._device)
                 nats = torch.log_softmax(logits_SV.double(), -1).gather(1, targets_S[:, None])
                 is_greedy = bool((logits_SV.argmax(-1) == targets_S).all())
                 results[index] = float(nats.sum()), is_greedy
@@ -179,13 +179,11 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
         raise
     except Exception as error:  # any type: data sets, templates and custom code may fail
         raise ConfigError(f"--tasks: lm-eval cannot run them: {first_line(error)}") from error
-    return {name: _plain(values) for name, values in results["results"].items()}
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename `acc,none` to `acc`, and keep only numbers."""
     return {
-        key.removesuffix(",none"): float(value)
-        for key, value in values.items()
-        if isinstance(value, int | float) and key not in ("sample_len", "name")
+        name: {
+            key.removesuffix(",none"): float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float) and key not in ("sample_len", "name")
+        }
+        for name, values in results["results"].items()
     }

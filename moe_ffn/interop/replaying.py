@@ -87,17 +87,12 @@ class _Replay:
                 before = self._before_experts
                 for router in sibling_modules(model, modules[name]):
                     choice = _GivenChoice(partial(self._given, name), module.num_experts)
-                    self._register(hooks, router.register_forward_pre_hook(choice.enter))
-                    self._register(
-                        hooks, router.register_forward_hook(choice.leave, always_call=True)
-                    )
+                    hooks.enter_context(router.register_forward_pre_hook(choice.enter))
+                    left = router.register_forward_hook(choice.leave, always_call=True)
+                    hooks.enter_context(left)
             before = partial(before, name)
-            self._register(hooks, module.register_forward_pre_hook(before, with_kwargs=True))
-        self._register(hooks, model.register_forward_pre_hook(self._begin, with_kwargs=True))
-
-    @staticmethod
-    def _register(hooks: ExitStack, handle: Any) -> None:
-        hooks.callback(handle.remove)
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.enter_context(model.register_forward_pre_hook(self._begin, with_kwargs=True))
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = call_arguments(self._signature, args, kwargs)
@@ -202,7 +197,16 @@ def recorded_layers(model: nn.Module, experts: Record) -> dict[str, Tensor]:
             raise ConfigError(
                 f"replay: {name} has {kind}, which cannot replay; leave it out of the record"
             )
-        _check_ids(name, record, count_experts(module))
+        if record.is_floating_point() or record.dtype == torch.bool:
+            raise ConfigError(
+                f"replay: the experts of {name} must be integers, but are {record.dtype}"
+            )
+        num_experts = count_experts(module)
+        if record.numel() and (largest := int(record.max())) >= num_experts:
+            raise ConfigError(
+                f"replay: {name} has {num_experts} experts, but the record has the id {largest}; give the "
+                "record of this model"
+            )
     return records
 
 
@@ -275,16 +279,6 @@ def unable_to_replay(module: nn.Module) -> str | None:
     if not isinstance(module, FFNBlock) or (router is not None and router.replays):
         return None
     return "no router" if router is None else f"the router {type(router).__name__}"
-
-
-def _check_ids(name: str, ids: Tensor, num_experts: int) -> None:
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ConfigError(f"replay: the experts of {name} must be integers, but are {ids.dtype}")
-    if ids.numel() and int(ids.max()) >= num_experts:
-        raise ConfigError(
-            f"replay: {name} has {num_experts} experts, but the record has the id {int(ids.max())}; give the "
-            "record of this model"
-        )
 
 
 def _check_filled(name: str, ids: Tensor) -> Tensor:

@@ -73,21 +73,19 @@ class Watcher:
         self._length: int | None = None
         self._router_outputs: dict[str, list[tuple[Any, ...]]] = {}
         self._score: dict[str, Callable[[Tensor], Tensor]] = {}
-
-        def register(handle: Any) -> None:
-            hooks.callback(handle.remove)
-
         for name, path in routing_modules(model).items():
             module = model.get_submodule(path)
             if isinstance(module, FFNBlock):
-                register(module.register_forward_hook(partial(self._after_block, name)))
+                after = partial(self._after_block, name)
+                hooks.enter_context(module.register_forward_hook(after))
                 continue
             for sibling in sibling_modules(model, path):
-                register(sibling.register_forward_hook(partial(self._after_sibling, name)))
+                after = partial(self._after_sibling, name)
+                hooks.enter_context(sibling.register_forward_hook(after))
             before = partial(self._before_experts, name)
-            register(module.register_forward_pre_hook(before, with_kwargs=True))
-        register(model.register_forward_pre_hook(self._begin, with_kwargs=True))
-        register(model.register_forward_hook(self._end, always_call=True))
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.enter_context(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        hooks.enter_context(model.register_forward_hook(self._end, always_call=True))
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = call_arguments(self._signature, args, kwargs)
@@ -214,13 +212,9 @@ def call_arguments(
     return {**arguments, **arguments.get("kwargs", {})}
 
 
-_SET_BY_DECORATOR = "is_concatenated"
-"""Attribute that `use_experts_implementation` sets in `__init__` (`transformers.integrations.moe`)."""
-
-
 def is_experts(module: nn.Module) -> bool:
     """Return True if the class is decorated by transformers' `use_experts_implementation`."""
-    return _SET_BY_DECORATOR in vars(module)
+    return "is_concatenated" in vars(module)  # the decorator sets it in `__init__`
 
 
 def inputs_of_experts(

@@ -237,11 +237,13 @@ class RoutingCallback(TrainerCallback):
                 "window": self._window.state_dict(),
                 "rules": self._rules.state_dict(),
             }
+            states: Any = state.stateful_callbacks  # the annotation says a list
             # Not as an `ExportableState`, whose state the Trainer reads only on rank 0.
-            _states(state)[STATE_KEY] = json.loads(json.dumps(saved, default=Tensor.tolist))
+            states[STATE_KEY] = json.loads(json.dumps(saved, default=Tensor.tolist))
 
     def _load(self, state: TrainerState) -> None:
-        saved = _states(state).get(STATE_KEY)
+        states: Any = state.stateful_callbacks
+        saved = states.get(STATE_KEY)
         if saved is None or self._rules is None:
             return
         window = dict(saved["window"])
@@ -260,12 +262,6 @@ class RoutingCallback(TrainerCallback):
 
 _PRINTERS = (PrinterCallback, ProgressCallback)
 """Callbacks that print each row, which has many values for each layer."""
-
-
-def _states(state: TrainerState) -> dict[str, Any]:
-    """Return the states of callbacks that the Trainer writes to `trainer_state.json`."""
-    states: Any = state.stateful_callbacks  # the annotation says a list
-    return states
 
 
 def _trainer_of_event() -> Trainer:

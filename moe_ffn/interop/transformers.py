@@ -67,16 +67,15 @@ def kernels_in_use(model: nn.Module) -> dict[str, str]:
     Layers whose experts ignore `experts_implementation`, as in Llama 4, JetMoe and Doge, use `eager`. If the
     model was told to use `moe_ffn` and a layer does not, this logs a warning.
     """
-    own: dict[str, str] = {}
-    chosen: dict[str, str] = {}
+    found: dict[str, str] = {}
     for path, module in model.named_modules():
         if (number := layer_of(path)) is None:
             continue
         if is_experts(module):
-            chosen[layer_name(number)] = implementation_of(module)
+            found[layer_name(number)] = implementation_of(module)
         elif _OWN_EXPERTS.search(type(module).__name__):
-            own[layer_name(number)] = "eager"
-    found = dict(sorted((own | chosen).items()))
+            found.setdefault(layer_name(number), "eager")
+    found = dict(sorted(found.items()))
     others = [layer for layer, name in found.items() if name != NAME]
     asked = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if asked == NAME and others:

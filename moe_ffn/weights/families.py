@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_ffn.weights.layouts import (
     TensorLayout,
+    gate_up_down,
     interleaved,
     linear,
     named,
@@ -16,29 +17,20 @@ from moe_ffn.weights.layouts import (
     transposed,
 )
 from moe_ffn.weights.options import (
+    WINDOW,
     LlamaCpp,
     OptionMapping,
     accept_only,
     constant,
     gated,
     layer_windows,
-    read_all,
     read_equal_heads,
-    read_first_dense,
-    read_groups,
     read_qwen_layers,
-    read_shared_experts,
     read_whole_heads,
-    read_window,
     renamed,
     require_kv_heads,
     rope,
-    write_dense_width,
-    write_first_dense,
-    write_groups,
     write_qwen_layers,
-    write_shared_experts,
-    write_window,
 )
 from moe_ffn.weights.rewrites import (
     ALL_BIASES,
@@ -67,17 +59,7 @@ DECODER = (*UNTIED, ROPE, TIE)
 SEPARATE = (*UNTIED, ROPE, NEVER_TIED)
 KV_HEADS = renamed("num_key_value_heads", "attention.num_kv_heads")
 HEADS = (KV_HEADS, renamed("head_dim", "attention.head_dim"))
-WINDOW = OptionMapping(read_window, write_window)
 LATER_WINDOWS = layer_windows(lambda layer, max_layers: layer >= max_layers)
-ALTERNATING_WINDOWS = layer_windows(lambda layer, max_layers: layer % 2 == 0)
-ALWAYS_WINDOWS = OptionMapping(
-    ALTERNATING_WINDOWS.read,
-    lambda options: {
-        **ALTERNATING_WINDOWS.write(options),
-        "sliding_window": options.get("attention.window", 128),
-    },
-)
-"""Writes a window for transformers even if no layer has it."""
 DENSE = (
     constant({"sparse_layers": []}),
     renamed("intermediate_size", "dense.d_ff", 1),
@@ -86,22 +68,55 @@ DENSE = (
 SOFTMAX_TOP_K = constant({"sparse.type": "moe", "sparse.router.type": "top_k"})
 RENORMALIZE = renamed("norm_topk_prob", "sparse.router.renormalize", False)
 K = renamed("num_experts_per_tok", "sparse.router.k", 1)
-DENSE_WIDTH = OptionMapping(lambda hf: {"dense.d_ff": hf["intermediate_size"]}, write_dense_width)
+# Transformers needs a width even if no layer is dense.
+DENSE_WIDTH = OptionMapping(
+    lambda hf: {"dense.d_ff": hf["intermediate_size"]},
+    lambda options: {
+        "intermediate_size": options.get("dense.d_ff") or options.get("sparse.experts.d_ff") or 1
+    },
+)
+ALL_LAYERS = OptionMapping(lambda hf: {"sparse_layers": list(hf.layers())})
 ALL_SPARSE = (
-    OptionMapping(read_all),
+    ALL_LAYERS,
     renamed("intermediate_size", "sparse.experts.d_ff", 1),
     gated("sparse.experts.type"),
     K,
     SOFTMAX_TOP_K,
 )
+GROUPS = {"num_groups": "n_group", "keep": "topk_group"}
 SIGMOID_TOP_K = (
-    OptionMapping(read_first_dense, write_first_dense),
+    OptionMapping(
+        lambda hf: {"sparse_layers": [*hf.layers()[hf.count("first_k_dense_replace", 0) :]]},
+        lambda options: {"first_k_dense_replace": min(options["sparse_layers"], default=0)},
+    ),
     DENSE_WIDTH,
     renamed("n_routed_experts", "sparse.num_experts", 1),
     renamed("moe_intermediate_size", "sparse.experts.d_ff", 1),
-    OptionMapping(read_shared_experts, write_shared_experts),
+    OptionMapping(
+        lambda hf: {
+            "sparse.shared_expert.d_ff": (
+                hf.count("n_shared_experts") * hf.count("moe_intermediate_size")
+            )
+        },
+        lambda options: {
+            "n_shared_experts": round(
+                options.get("sparse.shared_expert.d_ff", 1) / options.get("sparse.experts.d_ff", 1)
+            )
+            or 1
+        },
+    ),
     gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
-    OptionMapping(read_groups, write_groups),
+    OptionMapping(
+        lambda hf: (
+            {"sparse.router.groups": None}
+            if hf["n_group"] == hf["topk_group"] == 1
+            else {f"sparse.router.groups.{ours}": hf[theirs] for ours, theirs in GROUPS.items()}
+        ),
+        lambda options: {
+            theirs: options.get(f"sparse.router.groups.{ours}", 1)
+            for ours, theirs in GROUPS.items()
+        },
+    ),
     renamed("routed_scaling_factor", "sparse.router.scale", 1.0),
     K,
     RENORMALIZE,
@@ -130,7 +145,7 @@ OUTSIDE_LAYERS = {
 }
 """Names of the weights outside the layers."""
 
-DENSE_LAYER = linear(
+DENSE_LAYER = gate_up_down("ffn", "mlp") | linear(
     attention__query="self_attn.q_proj",
     attention__key="self_attn.k_proj",
     attention__value="self_attn.v_proj",
@@ -139,9 +154,6 @@ DENSE_LAYER = linear(
     attention__key_norm="self_attn.k_norm",
     attention_norm="input_layernorm",
     ffn_norm="post_attention_layernorm",
-    ffn__gate="mlp.gate_proj",
-    ffn__up="mlp.up_proj",
-    ffn__down="mlp.down_proj",
 )
 SPARSE_LAYER = {
     **DENSE_LAYER,
@@ -155,11 +167,7 @@ SPARSE_LAYER = {
 }
 SIGMOID_LAYER = {
     **SPARSE_LAYER,
-    **linear(
-        ffn__shared_expert__gate="mlp.shared_experts.gate_proj",
-        ffn__shared_expert__up="mlp.shared_experts.up_proj",
-        ffn__shared_expert__down="mlp.shared_experts.down_proj",
-    ),
+    **gate_up_down("ffn.shared_expert", "mlp.shared_experts"),
     "ffn.router.correction_bias_E": named("mlp.gate.e_score_correction_bias"),
 }
 
@@ -420,12 +428,8 @@ FAMILIES = (
         {**QWEN_DEFAULTS, **QWEN_MOE, "num_key_value_heads": 16, "qkv_bias": True},
         {
             **SPARSE_LAYER,
-            **linear(
-                ffn__shared_expert__gate="mlp.shared_expert.gate_proj",
-                ffn__shared_expert__up="mlp.shared_expert.up_proj",
-                ffn__shared_expert__down="mlp.shared_expert.down_proj",
-                ffn__combine__gate="mlp.shared_expert_gate",
-            ),
+            **gate_up_down("ffn.shared_expert", "mlp.shared_expert"),
+            **linear(ffn__combine__gate="mlp.shared_expert_gate"),
         },
         aliases={"num_local_experts": "num_experts"},
         rewrites={**SEPARATE_OUTPUT, **GATED_SHARED_EXPERT, **QKV_BIASES},
@@ -493,12 +497,13 @@ FAMILIES = (
         (
             *SEPARATE,
             *HEADS,
-            ALWAYS_WINDOWS,
+            # Transformers needs a window even if no layer has it.
+            layer_windows(lambda layer, max_layers: layer % 2 == 0, otherwise=128),
             OptionMapping(BIAS.read, lambda options: {"attention_bias": True}),
             constant({"attention.sinks": True}),
         ),
         (
-            OptionMapping(read_all),
+            ALL_LAYERS,
             renamed("num_local_experts", "sparse.num_experts", 1),
             renamed("intermediate_size", "sparse.experts.d_ff", 1),
             renamed("swiglu_alpha", "sparse.experts.alpha", 1.702),
@@ -542,10 +547,8 @@ FAMILIES = (
             **DENSE_LAYER,
             "attention.sink_H": named("self_attn.sinks"),
             **linear(ffn__router__projection="mlp.router"),
-            "ffn.experts.gate_up": interleaved("mlp.experts.gate_up_proj", is_transposed=True),
-            "ffn.experts.gate_up_bias": interleaved(
-                "mlp.experts.gate_up_proj_bias", is_transposed=False
-            ),
+            "ffn.experts.gate_up": interleaved("mlp.experts.gate_up_proj"),
+            "ffn.experts.gate_up_bias": interleaved("mlp.experts.gate_up_proj_bias"),
             "ffn.experts.down": transposed("mlp.experts.down_proj"),
             "ffn.experts.down_bias": named("mlp.experts.down_proj_bias"),
         },

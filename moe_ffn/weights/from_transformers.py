@@ -157,10 +157,11 @@ def _read_tensors(
 ) -> dict[str, Tensor]:
     """Read tensors by our names, shaped as `expected`; all tensors with one of the prefixes must be used."""
     with open_weights(folder) as slices:
-        pieces = {
-            name: _stored_form(layout_of(family, name)(value.shape, hf), slices)
-            for name, value in expected.items()
-        }
+        pieces: dict[str, list[WeightSlice]] = {}
+        for name, value in expected.items():
+            forms = layout_of(family, name)(value.shape, hf)
+            stored = (form for form in forms if any(piece.name in slices for piece in form))
+            pieces[name] = next(stored, forms[0])
         shapes = {
             piece.name: piece.part(expected[name]).shape
             for name, form in pieces.items()
@@ -202,11 +203,6 @@ def layout_of(
     _, layer, in_layer = name.split(".", 2)
     in_layer = in_layer.replace("ffn.ffn.", "ffn.", 1)  # a jittered block contains a block
     return partial(family.names[in_layer], f"model.layers.{layer}.")
-
-
-def _stored_form(forms: list[list[WeightSlice]], slices: Mapping[str, Any]) -> list[WeightSlice]:
-    """Return the first form with a tensor in the files; the first form if the files have none."""
-    return next((form for form in forms if any(p.name in slices for p in form)), forms[0])
 
 
 def _is_ignored(name: str, hf: HFConfig, slices: Mapping[str, Any]) -> bool:

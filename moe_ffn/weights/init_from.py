@@ -135,7 +135,11 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
     theirs, ours = source.decoder.state_dict(), distinct_tensors(decoder)
     retyped = tuple(_retyped_weights(source.decoder.config, decoder.config))
     taken = {name: theirs[name] for name in ours if name in theirs and not name.startswith(retyped)}
-    changes = _changed_options(source.decoder, decoder)
+    was, now = (
+        flatten({"model": model.config.to_dict(), "data": {"seq_len": model.max_seq_len}})
+        for model in (source.decoder, decoder)
+    )
+    changes = differences(was, now)
     if misfits := [name for name, value in taken.items() if value.shape != ours[name].shape]:
         name, more = misfits[0], f", and {len(misfits) - 1} more do not fit" if misfits[1:] else ""
         old, new = source.decoder.config.to_dict(), decoder.config.to_dict()
@@ -181,15 +185,6 @@ def _retyped(old: Any, new: Any, prefix: str) -> Iterator[str]:
         return
     for key in old.keys() & new.keys():
         yield from _retyped(old[key], new[key], f"{prefix}{key}.")
-
-
-def _changed_options(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
-    """Return the options in which two models differ: dotted name -> (old, new)."""
-    old, new = (
-        flatten({"model": model.config.to_dict(), "data": {"seq_len": model.max_seq_len}})
-        for model in (source, decoder)
-    )
-    return differences(old, new)
 
 
 def _by_layer(names: Iterable[str]) -> list[str]:

@@ -69,9 +69,8 @@ def prefix_errors(prefix: str = "method.") -> Iterator[None]:
 
 def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock]]) -> Decoder:
     """Return a copy of a decoder with other blocks in some layers; ConfigError if it rejects one."""
-    configs = [
-        blocks[i][0] if i in blocks else c for i, c in enumerate(decoder.config.layer_ffns())
-    ]
+    before = layer_blocks(decoder)
+    configs = [blocks.get(layer, old)[0] for layer, old in enumerate(before)]
     last = configs[-1]
     options: dict[str, Any] = {
         **decoder.config.to_dict(),
@@ -81,9 +80,7 @@ def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock
     }
     with prefix_errors("method: "):
         config = validate(DecoderConfig, options)
-    replaced = {
-        id(cast("DecoderLayer", decoder.layers[i]).ffn): block for i, (_, block) in blocks.items()
-    }
+    replaced = {id(before[layer][1]): block for layer, (_, block) in blocks.items()}
     result = copy.deepcopy(decoder, replaced)  # deepcopy takes the new blocks from its memo
     result.config, result.scales = config, {}
     return result
@@ -95,14 +92,11 @@ def block_inputs(
 ) -> Iterator[tuple[Tensor, TokenContext]]:
     """Run a decoder on a text; yield the tokens and the context that one feed-forward block receives."""
     inputs: list[tuple[Tensor, TokenContext]] = []
-    ffn = cast("DecoderLayer", decoder.layers[layer]).ffn
-    handle = ffn.register_forward_pre_hook(lambda _, args: inputs.append(args))
-    try:
+    _, ffn = layer_blocks(decoder)[layer]
+    with ffn.register_forward_pre_hook(lambda _, args: inputs.append(args)):
         for ids in ids_BS.split(_BATCH_SIZE):
             decoder(ids)
             yield inputs.pop()
-    finally:
-        handle.remove()
 
 
 def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNConfig, MoEFFN]]:

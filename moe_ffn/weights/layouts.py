@@ -90,12 +90,12 @@ def rows_of(name: str, index: int = 0) -> TensorLayout:
     ]
 
 
-def interleaved(name: str, is_transposed: bool) -> TensorLayout:
+def interleaved(name: str) -> TensorLayout:
     """Return the layout of alternating gate and up, as in GPT-OSS: in matrices (in, out), or biases."""
 
     def layout(prefix: str, shape: torch.Size, hf: HFConfig) -> list[list[WeightSlice]]:
         columns = torch.arange(shape[1]).view(-1, 2).T.flatten()
-        part = _transpose if is_transposed else WeightSlice.part
+        part = _transpose if len(shape) == 3 else WeightSlice.part
         return [[WeightSlice(prefix + name, part, (-1, columns))]]
 
     return layout
@@ -130,10 +130,20 @@ def rotary(stem: str, heads_option: str | None, plain_option: str) -> TensorLayo
     return layout
 
 
-def linear(**stems: str) -> dict[str, TensorLayout]:
-    """Return the layouts of weights and biases of linear modules; `__` in our names means a dot."""
+def linear(**stems: str | tuple[str, ...]) -> dict[str, TensorLayout]:
+    """Return the layouts of weights and biases of linear modules, each under its name or one of several; `__`
+    in our names means a dot.
+    """
     return {
-        f"{ours.replace('__', '.')}.{kind}": named(f"{theirs}.{kind}")
+        f"{ours.replace('__', '.')}.{kind}": named(
+            *(f"{stem}.{kind}" for stem in ((theirs,) if isinstance(theirs, str) else theirs))
+        )
         for ours, theirs in stems.items()
         for kind in ("weight", "bias")
     }
+
+
+def gate_up_down(ours: str, *theirs: str) -> dict[str, TensorLayout]:
+    """Return the layouts of a gated block of three linear modules, under one of these names."""
+    parts = ("gate", "up", "down")
+    return linear(**{f"{ours}.{p}": tuple(f"{stem}.{p}_proj" for stem in theirs) for p in parts})

@@ -293,24 +293,25 @@ def _write_scaling(options: Options, has_score_factor: bool) -> dict[str, Any]:
     return {"rope_type": options[f"{prefix}type"], **written}
 
 
-def read_window(hf: HFConfig) -> Options:
-    """Read the attention window of all layers."""
-    window = hf["sliding_window"] if hf["use_sliding_window"] else None
-    return {"attention.window": window or None}
+WINDOW = OptionMapping(
+    lambda hf: {"attention.window": (hf["use_sliding_window"] and hf["sliding_window"]) or None},
+    lambda options: {
+        "sliding_window": options.get("attention.window"),
+        "use_sliding_window": "attention.window" in options,
+    },
+)
+"""The attention window of all layers."""
 
 
-def write_window(options: Options) -> dict[str, Any]:
-    window = options.get("attention.window")
-    return {"sliding_window": window, "use_sliding_window": window is not None}
-
-
-def layer_windows(is_windowed: Callable[[int, int], bool]) -> OptionMapping:
+def layer_windows(
+    is_windowed: Callable[[int, int], bool], otherwise: int | None = None
+) -> OptionMapping:
     """Map the attention window of some layers; by default those for which `is_windowed` is true, given the
-    layer's number and `max_window_layers`.
+    layer's number and `max_window_layers`. If no layer has a window, `otherwise` is written.
     """
 
     def read(hf: HFConfig) -> Options:
-        options = read_window(hf)
+        options = WINDOW.read(hf)
         types = hf.get("layer_types")
         if options["attention.window"] is None:
             return options
@@ -336,7 +337,8 @@ def layer_windows(is_windowed: Callable[[int, int], bool]) -> OptionMapping:
         windowed = options.get("attention.window_at", ())
         layers = range(options["num_layers"])
         kinds = ["sliding_attention" if n in windowed else "full_attention" for n in layers]
-        return {**write_window(options), "layer_types": kinds}
+        window = options.get("attention.window", otherwise)
+        return {**WINDOW.write(options), "sliding_window": window, "layer_types": kinds}
 
     return OptionMapping(read, write)
 
@@ -375,48 +377,3 @@ def write_qwen_layers(options: Options) -> dict[str, Any]:
     layers = range(options["num_layers"])
     dense = [n for n in layers if n not in options["sparse_layers"]]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-def read_first_dense(hf: HFConfig) -> Options:
-    first = hf.count("first_k_dense_replace", 0)
-    return {"sparse_layers": [layer for layer in hf.layers() if layer >= first]}
-
-
-def write_first_dense(options: Options) -> dict[str, Any]:
-    return {"first_k_dense_replace": min(options["sparse_layers"], default=0)}
-
-
-def read_all(hf: HFConfig) -> Options:
-    return {"sparse_layers": list(hf.layers())}
-
-
-def read_groups(hf: HFConfig) -> Options:
-    if hf["n_group"] == hf["topk_group"] == 1:
-        return {"sparse.router.groups": None}
-    return {
-        "sparse.router.groups.num_groups": hf["n_group"],
-        "sparse.router.groups.keep": hf["topk_group"],
-    }
-
-
-def write_groups(options: Options) -> dict[str, Any]:
-    return {
-        "n_group": options.get("sparse.router.groups.num_groups", 1),
-        "topk_group": options.get("sparse.router.groups.keep", 1),
-    }
-
-
-def read_shared_experts(hf: HFConfig) -> Options:
-    width = hf.count("n_shared_experts") * hf.count("moe_intermediate_size")
-    return {"sparse.shared_expert.d_ff": width}
-
-
-def write_shared_experts(options: Options) -> dict[str, Any]:
-    shared, routed = (options.get(f"sparse.{key}.d_ff", 1) for key in ("shared_expert", "experts"))
-    return {"n_shared_experts": max(round(shared / routed), 1)}
-
-
-def write_dense_width(options: Options) -> dict[str, Any]:
-    """Write the hidden width of dense layers; transformers needs a number even if no layer is dense."""
-    width = options.get("dense.d_ff") or options.get("sparse.experts.d_ff") or 1
-    return {"intermediate_size": width}

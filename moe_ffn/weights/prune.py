@@ -60,10 +60,8 @@ class PruneConfig(InitialiserConfig, frozen=True):
                 counts_E, reap_E = observe_use(source, layer, block, ids_BS)
                 score_E = reap_E if self.by == "reap" else counts_E
             kept = score_E.topk(self.num_experts).indices.sort().values
-            made[layer] = (
-                config,
-                prune_experts(block, config, source.config.d_model, kept, generator),
-            )
+            pruned = prune_experts(block, config, source.config.d_model, kept, generator)
+            made[layer] = config, pruned
         return with_blocks(source, made)
 
 
@@ -174,10 +172,8 @@ class MergeConfig(InitialiserConfig, frozen=True):
                 counts_E.add_(count_pairs(ids_N[ids_N < block.num_experts], block.num_experts))
 
             groups = group_experts(counts_E, products_EE, self.num_experts)
-            made[layer] = (
-                config,
-                merge_experts(block, config, source.config.d_model, groups, counts_E, generator),
-            )
+            d_model = source.config.d_model
+            made[layer] = config, merge_experts(block, config, d_model, groups, counts_E, generator)
         return with_blocks(source, made)
 
 
@@ -260,7 +256,9 @@ def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | 
 
     order = torch.arange(weights.d_ff)
     if expert != leader:
-        order = _best_assignment(units(leader) @ units(expert).t())
+        optimize = import_optional("scipy.optimize", "method.type: merge needs scipy")
+        similarity_FF = (units(leader) @ units(expert).t()).numpy()
+        order = torch.from_numpy(optimize.linear_sum_assignment(similarity_FF, maximize=True)[1])
     rows = torch.cat([order + i * weights.d_ff for i in range(num_matrices)])
     up_bias, down_bias = weights.up_bias_EH, weights.down_bias_ED
     return [
@@ -269,10 +267,3 @@ def _aligned(weights: ExpertWeights, expert: int, leader: int) -> list[Tensor | 
         None if up_bias is None else up_bias[expert][rows],
         None if down_bias is None else down_bias[expert],
     ]
-
-
-def _best_assignment(similarity_FF: Tensor) -> Tensor:
-    """Return the column of each row, int64 (F,), in the one-to-one assignment with the largest sum."""
-    optimize = import_optional("scipy.optimize", "method.type: merge needs scipy")
-    columns = optimize.linear_sum_assignment(similarity_FF.numpy(), maximize=True)[1]
-    return torch.from_numpy(columns)

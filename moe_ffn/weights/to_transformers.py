@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -64,16 +64,16 @@ class Export:
     """Our config, read back from `options`."""
     options: Mapping[str, Any]
     """Options of transformers, for `config.json`."""
-    notes: tuple[str, ...]
+    rewrites: Sequence[Rewrite]
+    """Changes that the architecture needs."""
+    notes: tuple[str, ...] = ()
     """Remarks: options left out, rewrites, and what other programs ignore or require."""
-    factor: Callable[[str], float]
-    """Returns the factor of one of our tensors, by its name."""
     packed: Format | None = None
     """Format in which the matrices of the experts are stored; None to store their values."""
 
-    @property
-    def hf_config(self) -> HFConfig:
-        return HFConfig(self.family.model_type, {**self.family.defaults, **self.options})
+    def factor(self, name: str) -> float:
+        """Return the factor of one of our tensors."""
+        return math.prod(rewrite.factor(name, self.ours) for rewrite in self.rewrites)
 
 
 def export_transformers(
@@ -126,18 +126,6 @@ def require_absent(folder: Path) -> None:
         raise ConfigError(f"'{folder}' already exists; give a new folder")
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """An architecture's options for a model, after the rewrites that it needs."""
-
-    family: Family
-    config: PretrainedConfig
-    written: Mapping[str, Any]
-    rewrites: Sequence[Rewrite]
-    differences: list[tuple[str, Any, Any]]
-    """(path, our value, their value) of each remaining difference."""
-
-
 def choose_architecture(
     decoder: Decoder, *, has_tokenizer: bool = False, packed: bool = False
 ) -> Export:
@@ -151,7 +139,7 @@ def choose_architecture(
         "vocab_size": decoder.embedding.num_embeddings,
         "max_position_embeddings": decoder.max_seq_len,
     }
-    attempts: list[_Attempt] = []
+    attempts: list[tuple[Export, list[tuple[str, Any, Any]]]] = []
     problem = ""
     for family in FAMILIES:
         if family.is_sparse != bool(ours["sparse_layers"]):
@@ -164,19 +152,18 @@ def choose_architecture(
         raise ConfigError(
             f"no architecture of transformers has all options of this model: {problem}"
         )
-    equal = [attempt for attempt in attempts if not attempt.differences]
-    replaced = [a.family.model_type for a in equal if has_tokenizer and a.family.replaces_tokenizer]
-    equal = [attempt for attempt in equal if attempt.family.model_type not in replaced]
-    if not equal:
-        differing = [attempt for attempt in attempts if attempt.differences]
-        nearest = min(differing, key=lambda attempt: len(attempt.differences))
-        path, value, theirs = nearest.differences[0]
+    equal = [export for export, different in attempts if not different]
+    replaced = [a for a in equal if has_tokenizer and a.family.replaces_tokenizer]
+    if len(equal) == len(replaced):
+        differing = (attempt for attempt in attempts if attempt[1])
+        nearest, different = min(differing, key=lambda attempt: len(attempt[1]))
+        path, value, theirs = different[0]
         raise ConfigError(
             f"model.{path} ({json.dumps(value)}) has no counterpart in transformers: "
             f"{nearest.family.model_type}, the nearest architecture, has {json.dumps(theirs)}; train with "
             "that value"
         )
-    chosen = min(equal, key=lambda attempt: len(attempt.rewrites))
+    chosen = min((a for a in equal if a not in replaced), key=lambda a: len(a.rewrites))
     notes = [f"{path} acts only in training and is left out" for path in left_out]
     formats = {part.format for part in decoder.modules() if isinstance(part, FakeQuantizedExperts)}
     how = "written rounded to" if stored is None else "packed as"
@@ -186,24 +173,22 @@ def choose_architecture(
             f"transformers 5.23 cannot read experts packed as {stored}; compressed-tensors itself can"
         ]
     notes += [rewrite.note(ours) for rewrite in chosen.rewrites]
-    notes += [f"{name} would fit, but transformers replaces its tokenizer" for name in replaced]
-    notes += _mlx_notes(chosen, ours)
-    notes += _llama_cpp_notes(chosen.family, ours)
-
-    def factor(name: str) -> float:
-        return math.prod(rewrite.factor(name, ours) for rewrite in chosen.rewrites)
-
+    notes += [
+        f"{a.family.model_type} would fit, but transformers replaces its tokenizer"
+        for a in replaced
+    ]
+    notes += [*_mlx_notes(chosen), *_llama_cpp_notes(chosen.family, ours)]
     if stored is not None and chosen.family.has_experts_in_one_tensor:
         raise ConfigError(
             f"{chosen.family.model_type} has all experts in one tensor, so they cannot be packed as "
             f"{stored}; convert without --packed"
         )
-    if stored is not None and (scale := factor("layers.0.ffn.experts.down")) != 1:
+    if stored is not None and (scale := chosen.factor("layers.0.ffn.experts.down")) != 1:
         raise ConfigError(
             f"model.ffn.router.scale ({scale:g}) multiplies the rounded down projections of "
             f"{chosen.family.model_type}, so they cannot be packed as {stored}; convert without --packed"
         )
-    return Export(chosen.family, ours, chosen.config, chosen.written, tuple(notes), factor, stored)
+    return replace(chosen, notes=tuple(notes), packed=stored)
 
 
 READ_BY_TRANSFORMERS: frozenset[Format] = frozenset(("mxfp4", "int4", "int8", "fp8"))
@@ -253,9 +238,9 @@ def _quantization_config(name: Format) -> dict[str, Any]:
     }
 
 
-def _mlx_notes(attempt: _Attempt, ours: Options) -> list[str]:
+def _mlx_notes(export: Export) -> list[str]:
     """Return notes on options that mlx-lm ignores."""
-    family, rope = attempt.family, attempt.written["rope_parameters"]
+    family, ours, rope = export.family, export.ours, export.options["rope_parameters"]
     if family.has_experts_in_one_tensor:
         return [f"mlx-lm reads {family.model_type} only with quantised experts"]
     ignored = {
@@ -286,8 +271,13 @@ def _llama_cpp_notes(family: Family, ours: Options) -> list[str]:
     return []
 
 
-def _attempt(family: Family, options: Options, sizes: Mapping[str, int]) -> _Attempt:
-    """Write options for an architecture, with rewrites until none helps; ConfigError if it lacks one."""
+def _attempt(
+    family: Family, ours: Options, sizes: Mapping[str, int]
+) -> tuple[Export, list[tuple[str, Any, Any]]]:
+    """Write options for an architecture, with rewrites until none helps, and return the remaining
+    `_differences`; ConfigError if it lacks one.
+    """
+    options = ours
     available = {**COMMON, **family.rewrites}
     applied: list[Rewrite] = []
     while True:
@@ -299,11 +289,11 @@ def _attempt(family: Family, options: Options, sizes: Mapping[str, int]) -> _Att
         found = [available.pop(path) for path in differences(options, read) if path in available]
         useful = [rewrite for rewrite in found if rewrite.options(options)]
         if not useful:
-            return _Attempt(family, config, written, applied, _differences(options, read))
+            export = Export(family, ours, config, written, applied)
+            return export, _differences(options, read)
         applied += useful
-        options = {**options}
         for rewrite in useful:
-            options |= rewrite.options(options)
+            options = {**options, **rewrite.options(options)}
 
 
 def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
@@ -407,7 +397,8 @@ def hf_tensors(
     decoder: Decoder, export: Export
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
     """Return the sizes of their tensors in bytes, and functions that make them."""
-    config = export.config
+    config, family = export.config, export.family
+    hf = HFConfig(family.model_type, {**family.defaults, **export.options})
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
     dtype = decoder.embedding.weight.dtype
     state = dict(decoder.state_dict())
@@ -422,7 +413,7 @@ def hf_tensors(
     makers: dict[str, Callable[[], Tensor]] = {}
     for name, shape in distinct_tensors(empty).items():
         tensor = ours[name] if name in ours else added_weight(name, shape.shape, dtype)
-        for piece in layout_of(export.family, name)(shape.shape, export.hf_config)[0]:
+        for piece in layout_of(family, name)(shape.shape, hf)[0]:
             if export.packed is not None and shape.ndim == 3:  # matrices of experts
                 stem = piece.name.removesuffix("weight")
                 for key, stored in pack(piece.part(shape), export.packed).items():

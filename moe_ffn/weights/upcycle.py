@@ -21,21 +21,9 @@ from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.config.yaml_files import validate
-from moe_ffn.experts import (
-    ClampedSwiGLUExpertsConfig,
-    ExpertsConfig,
-    GatedExpertsConfig,
-    MLPExpertsConfig,
-    SoftCappedSwiGLUExpertsConfig,
-)
+from moe_ffn.experts import ExpertsConfig
 from moe_ffn.ffn.base import OWN_ROUTING, FFNBlock, FFNConfig
-from moe_ffn.ffn.dense import (
-    ClampedSwiGLUConfig,
-    DenseConfig,
-    GatedConfig,
-    HiddenWidthConfig,
-    SoftCappedSwiGLUConfig,
-)
+from moe_ffn.ffn.dense import HiddenWidthConfig
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.ffn.networks import networks
 from moe_ffn.kernels.base import ExpertWeights
@@ -201,24 +189,15 @@ def experts_like(
         return validate(MoEConfig, given)
 
 
-_EXPERTS_OF_BLOCK: dict[type[FFNConfig], type[ExpertsConfig]] = {
-    DenseConfig: MLPExpertsConfig,
-    GatedConfig: GatedExpertsConfig,
-    ClampedSwiGLUConfig: ClampedSwiGLUExpertsConfig,
-    SoftCappedSwiGLUConfig: SoftCappedSwiGLUExpertsConfig,
-}
-"""Config of a dense block -> config of experts that compute the same network."""
-
-
 def as_experts(config: FFNConfig, d_model: int) -> ExpertsConfig | None:
     """Return the config of experts that compute the same network as this block; None if there is none."""
-    experts = _EXPERTS_OF_BLOCK.get(type(config))
+    type_of_experts = "mlp" if config.type == "dense" else config.type
+    experts = ExpertsConfig.members.get(type_of_experts)
     if experts is None or not isinstance(config, HiddenWidthConfig):
         return None
     options = {name: value for name, value in config if name in experts.model_fields}
-    if experts is not GatedExpertsConfig:
-        del options["type"]
-    return experts.model_validate({**options, "d_ff": config.width(d_model)})
+    options |= {"type": type_of_experts, "d_ff": config.width(d_model)}
+    return ExpertsConfig.model_validate(options)
 
 
 def upcycle(

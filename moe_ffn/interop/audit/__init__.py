@@ -19,7 +19,6 @@ from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.interop.audit.balancing import check_balancing, check_objective
 from moe_ffn.interop.audit.behaviour import check_behaviour
 from moe_ffn.interop.audit.findings import NUMBERS, AuditReport, Finding
-from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.learning import check_gradients, check_optimizer, check_requires_grad
 from moe_ffn.interop.audit.numerics import check_kernels, check_precision, record
 from moe_ffn.interop.audit.order import check_order
@@ -95,25 +94,21 @@ def audit(
     )
 
 
-def experts_per_token(probe: Probe, layer: SparseLayer) -> float | None:
-    """Return the experts per token of a layer, as its config declares them; None if it does not."""
-    if isinstance(layer.block, FFNBlock):
-        return getattr(getattr(layer.block, "config", None), "experts_per_token", None)
-    return option_of(probe.config, K_OPTIONS)
-
-
 def facts(probe: Probe) -> dict[str, str]:
     """Return what is audited, as text."""
     layers = probe.layers
     total = sum(parameter.numel() for parameter in probe.model.parameters())
     in_experts = sum(layer.num_parameters for layer in layers)
-    per_token = [experts_per_token(probe, layer) for layer in layers]
-    idle = sum(
-        layer.num_parameters * (1 - k / layer.num_experts)
-        for layer, k in zip(layers, per_token, strict=True)
-        if k is not None
-    )
-    ks = ", ".join(f"{k:g}" for k in sorted({k for k in per_token if k is not None}))
+    per_token: set[float] = set()  # as configs declare it
+    idle = 0.0
+    for layer in layers:
+        k = option_of(probe.config, K_OPTIONS)
+        if isinstance(layer.block, FFNBlock):
+            k = getattr(getattr(layer.block, "config", None), "experts_per_token", None)
+        if k is not None:
+            per_token.add(k)
+            idle += layer.num_parameters * (1 - k / layer.num_experts)
+    ks = ", ".join(f"{k:g}" for k in sorted(per_token))
     kinds = {
         "moe_ffn": "blocks of moe_ffn",
         "fused": "fused experts",

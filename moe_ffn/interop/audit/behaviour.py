@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -123,9 +122,11 @@ def _factor_after(probe: Probe, layer: SparseLayer) -> float:
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    with torch.enable_grad(), ExitStack() as hooks:
-        hooks.callback(layer.experts[-1].register_forward_hook(cut).remove)
-        hooks.callback(layer.block.register_forward_hook(keep).remove)
+    with (
+        torch.enable_grad(),
+        layer.experts[-1].register_forward_hook(cut),
+        layer.block.register_forward_hook(keep),
+    ):
         probe.logits(labels=None)
         experts, block = outputs[-2:]  # of the last pass, if a layer runs more than once
         (grad,) = torch.autograd.grad(block.sum(), experts, materialize_grads=True)
@@ -143,7 +144,9 @@ def _change(probe: Probe, one: Tensor, other: Tensor) -> tuple[float, float]:
 
 def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
     """Alter the second half of each sequence; logits of the first half must not change."""
-    if _sees_later_tokens(probe):
+    config: Any = getattr(probe.base, "config", None)
+    is_causal = getattr(config, "causal", "MaskedLM" not in type(probe.base).__name__)
+    if not is_causal:
         yield CAUSALITY.skips("the model is not causal")
         return
     ids_BS = probe.ids_BS
@@ -164,13 +167,6 @@ def _causality(probe: Probe, passed: Outputs) -> Iterator[Finding]:
         sentence,
         "look for expert choice, a capacity that ranks tokens across a sequence, or an attention mask",
     )
-
-
-def _sees_later_tokens(probe: Probe) -> bool:
-    config = getattr(probe.base, "config", None)
-    if hasattr(config, "causal"):
-        return not config.causal  # pyright: ignore[reportOptionalMemberAccess]
-    return "MaskedLM" in type(probe.base).__name__
 
 
 def size_text(change: float) -> str:

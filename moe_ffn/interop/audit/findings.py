@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ class Check:
 
     def at(self, place: str) -> Check:
         """Return the same check in a layer."""
-        return Check(self.name, place)
+        return replace(self, place=place)
 
     def finding(self, verdict: Verdict, sentence: str, advice: str = "") -> Finding:
         return Finding(self.name, self.place, verdict, sentence, advice)
@@ -134,23 +134,15 @@ class AuditReport:
             if finding.verdict == "pass" and finding.place != WHOLE_MODEL:
                 same = ""
             groups.setdefault((finding.check, finding.verdict, same), []).append(finding)
-        rows = [self._merged(findings) for findings in groups.values()]
+        rows: list[Finding] = []
+        for first, *others in groups.values():  # one row, with the numbers of the first
+            names = [finding.place for finding in (first, *others)]
+            is_everywhere = len(self.layers) > 1 and set(self.layers) <= set(names)
+            place = f"all {len(self.layers)} sparse layers" if is_everywhere else places(names)
+            differ = any(other.sentence != first.sentence for other in others)
+            sentence = f"{first.place}: {first.sentence}" if differ else first.sentence
+            rows.append(replace(first, place=place, sentence=sentence))
         return sorted(rows, key=lambda row: VERDICTS.index(row.verdict))
-
-    def _merged(self, findings: list[Finding]) -> Finding:
-        """Return one finding for equal ones in several layers, with the numbers of the first."""
-        first, *others = findings
-        differ = any(other.sentence != first.sentence for other in others)
-        return replace(
-            first,
-            place=self._places([finding.place for finding in findings]),
-            sentence=f"{first.place}: {first.sentence}" if differ else first.sentence,
-        )
-
-    def _places(self, names: Sequence[str]) -> str:
-        if len(self.layers) > 1 and set(self.layers) <= set(names):
-            return f"all {len(self.layers)} sparse layers"
-        return places(names)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""

@@ -247,11 +247,8 @@ def _router_modules(
         for name, child in block.named_children()
         if child not in wrapped
         and not _SHARED.search(name)
-        and (_ROUTER.search(name) or _has_rows(child, num_experts))
+        and (
+            _ROUTER.search(name)
+            or [p.shape[0] for p in child.parameters() if p.ndim == 2] == [num_experts]
+        )
     ]
-
-
-def _has_rows(module: nn.Module, num_experts: int) -> bool:
-    """Return True if the only matrix has one row per expert, like the projection of a router."""
-    matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
-    return len(matrices) == 1 and matrices[0].shape[0] == num_experts

@@ -168,7 +168,7 @@ def _keep_outputs(
     elif layer.kind == "listed":
         modules = [pair for experts in layer.experts for pair in enumerate(listed(experts))]
     for expert, module in modules:
-        hooks.callback(module.register_forward_hook(partial(keep, expert)).remove)
+        hooks.enter_context(module.register_forward_hook(partial(keep, expert)))
 
 
 def _used_experts(

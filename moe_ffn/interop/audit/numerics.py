@@ -48,32 +48,26 @@ class RecordedCalls:
         default_factory=list
     )
     """Module, inputs by position and by name, output."""
-    experts: list[tuple[nn.Module, tuple[Any, ...]]] = field(default_factory=list)
+    experts: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
 def record(probe: Probe) -> dict[str, RecordedCalls]:
     """Run the model once in evaluation, and record the inputs of its routers and experts."""
     recorded = {layer.name: RecordedCalls() for layer in probe.reached}
 
-    def after_router(
-        calls: RecordedCalls, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        if isinstance(output, tuple | Routing):
-            calls.routers.append((module, args, kwargs, output))
-
-    def before_experts(calls: RecordedCalls, module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.experts.append((module, (*args, *kwargs.values())))
+    def keep(calls: list[Any], *call: Any) -> None:
+        calls.append(call)
 
     with mode(probe.model, training=False), torch.no_grad(), ExitStack() as hooks:
         for layer in probe.reached:
             calls = recorded[layer.name]
             for module in layer.router_modules:
-                hook = partial(after_router, calls)
-                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                hook = partial(keep, calls.routers)
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             for module in layer.experts:
                 if is_experts(module) or isinstance(module, MatrixExperts):
-                    hook = partial(before_experts, calls)
-                    hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                    hook = partial(keep, calls.experts)
+                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         probe.run()
     return recorded
 
@@ -116,8 +110,10 @@ def check_precision(layer: SparseLayer, calls: RecordedCalls) -> Iterator[Findin
 
 def _chosen(output: Any) -> Tensor | None:
     """Return the chosen experts, bool (T, E), of our routing or of the tuple of a router of transformers."""
+    if isinstance(output, PairsOnlyRouting) or not isinstance(output, tuple | Routing):
+        return None
     if isinstance(output, Routing):
-        return None if isinstance(output, PairsOnlyRouting) else chosen_experts(output)
+        return chosen_experts(output)
     tensors = [value for value in output if isinstance(value, Tensor)]
     ids = next((value for value in tensors if not value.is_floating_point()), None)
     if ids is None or ids is tensors[0] or ids.ndim != 2:  # masks, as in NLLB-MoE
@@ -178,8 +174,8 @@ def check_kernels(layer: SparseLayer, calls: RecordedCalls) -> Iterator[Finding]
             "these experts do not receive ids and weights, or have no products"
         )
         return
-    for module, args in calls.experts:
-        yield _compared(layer, module, args)
+    for module, args, kwargs in calls.experts:
+        yield _compared(layer, module, (*args, *kwargs.values()))
 
 
 def _compared(layer: SparseLayer, module: Any, args: tuple[Any, ...]) -> Finding:
@@ -228,12 +224,12 @@ def _errors(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
 
     found = _results(compute, (x_TD, weights_N), dict(module.named_parameters()))
     sums = {name: torch.zeros_like(found[name], dtype=torch.float64) for name in _INPUTS}
-    differences: dict[str, list[Tensor]] = {name: [] for name in found}
-    scales: dict[str, list[Tensor]] = {name: [] for name in found}
+    # The largest difference, and the largest value.
+    largest = {name: x_TD.new_zeros(2, dtype=torch.float64) for name in found}
 
     def compare(name: str, found: Tensor, expected: Tensor) -> None:
-        differences[name].append((found.double() - expected).abs().max())
-        scales[name].append(expected.abs().max())
+        pair = torch.stack([(found.double() - expected).abs().max(), expected.double().abs().max()])
+        largest[name] = torch.maximum(largest[name], pair)
 
     for expert in range(num_experts):
         own_N = (ids_N == expert).nonzero().flatten()
@@ -247,12 +243,7 @@ def _errors(module: Any, args: tuple[Any, ...]) -> dict[str, float]:
             compare(name, found[name][expert], expected.get(name, found[name].new_zeros(1)))
     for name, total in sums.items():
         compare(name, found[name], total)
-    return {
-        name: float(
-            torch.stack(differences[name]).max() / torch.stack(scales[name]).max().clamp(1e-30)
-        )
-        for name in found
-    }
+    return {name: float(error / size.clamp(1e-30)) for name, (error, size) in largest.items()}
 
 
 _INPUTS = ("output", "gradient of the tokens", "gradient of the weights")

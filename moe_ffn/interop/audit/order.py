@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_ffn.experts.matrices import GatedExperts
 from moe_ffn.interop.audit.findings import ORDER, Finding
@@ -100,7 +100,10 @@ def _layer(probe: Probe, layer: SparseLayer, losses_BS: Tensor) -> Iterator[Find
             )
     gated = [module for module in layer.experts if _is_gated(module)]
     if gated:
-        with _swapped_gates(gated):
+        with ExitStack() as restore:
+            for module in gated:
+                _swap_gate(module)
+                restore.callback(_swap_gate, module)
             rise, error = _rise(probe, losses_BS)
         measured.append(f"{rise:+.4f} when gate and up are swapped")
         if rise < -max(SEEN * error, LARGE * loss):
@@ -156,17 +159,14 @@ def _moved_experts(layer: SparseLayer, places: int) -> Iterator[None]:
     def after_router(module: Any, args: Any, routing: Routing) -> Routing:
         return replace(routing, expert_ids_N=moved(routing.expert_ids_N))
 
-    if layer.kind == "moe_ffn":
-        hooks = [router.register_forward_hook(after_router) for router in layer.router_modules]
-    else:
-        hooks = [
-            m.register_forward_pre_hook(before_experts, with_kwargs=True) for m in layer.experts
-        ]
-    try:
+    with ExitStack() as hooks:
+        for module in layer.router_modules if layer.kind == "moe_ffn" else layer.experts:
+            if layer.kind == "moe_ffn":
+                hooks.enter_context(module.register_forward_hook(after_router))
+            else:
+                hook = module.register_forward_pre_hook(before_experts, with_kwargs=True)
+                hooks.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _is_gated(module: Any) -> bool:
@@ -176,18 +176,7 @@ def _is_gated(module: Any) -> bool:
     return has_halves and module.gate_up_proj.is_floating_point()
 
 
-@contextmanager
-def _swapped_gates(modules: list[nn.Module]) -> Iterator[None]:
-    for module in modules:
-        _swap(module)
-    try:
-        yield
-    finally:
-        for module in modules:
-            _swap(module)
-
-
-def _swap(module: Any) -> None:
+def _swap_gate(module: Any) -> None:
     """Swap the rows of gate and up in place; twice restores them."""
     if isinstance(module, GatedExperts):
         tensor, dim, is_interleaved = module.gate_up, 1, False

@@ -92,8 +92,7 @@ class Probe:
         with mode(self.model, training=False), torch.no_grad(), ExitStack() as hooks:
             for layer in self.layers:
                 note = partial(lambda name, module, args: called.add(name), layer.name)
-                hook = layer.block.register_forward_pre_hook(note)
-                hooks.callback(hook.remove)
+                hooks.enter_context(layer.block.register_forward_pre_hook(note))
             try:
                 self.run(labels=None)
             except ConfigError as error:  # experts in a list, or routers without logits

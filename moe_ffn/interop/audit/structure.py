@@ -39,40 +39,34 @@ def check_structure(probe: Probe) -> Iterator[Finding]:
         return
     actual = {_plain_name(n): tuple(p.shape) for n, p in _own_parameters(probe)}
     # Neither packed weights nor our blocks have the shapes of the config.
-    replaced = _quantised_modules(probe.base) | _swapped_blocks(probe)
+    replaced = _quantised_modules(probe.base)
+    if not isinstance(probe.base, Decoder):
+        replaced |= {n for n, part in probe.base.named_modules() if isinstance(part, SwappedFFN)}
+        replaced |= {layer.path for layer in probe.layers if layer.kind == "moe_ffn"}
     actual, expected = (
         {name: shape for name, shape in shapes.items() if not _is_in(name, replaced)}
         for shapes in (actual, expected)
     )
     common = actual.keys() & expected.keys()
-    is_right = True
-    for wrong, what in (
+    problems = (
         (expected.keys() - common, "the config declares {}, which the model lacks"),
         (actual.keys() - common, "the model has {}, which the config does not declare"),
         (
             {name for name in common if actual[name] != expected[name]},
             "{} differ in shape from what the config declares",
         ),
-    ):
+    )
+    for wrong, what in problems:
         if wrong:
-            is_right = False
             yield STRUCTURE.fails(
                 what.format(places(sorted(wrong))),
                 "load weights that belong to this config, or correct the config",
             )
-    if is_right:
+    if not any(wrong for wrong, _ in problems):
         total = sum(torch.Size(shape).numel() for shape in actual.values())
         yield STRUCTURE.passes(
             f"{len(actual)} tensors, {total:,} parameters, have the shapes that the config declares"
         )
-
-
-def _swapped_blocks(probe: Probe) -> set[str]:
-    """Return the paths of our blocks in a model of transformers."""
-    if isinstance(probe.base, Decoder):
-        return set()
-    paths = {name for name, module in probe.base.named_modules() if isinstance(module, SwappedFFN)}
-    return paths | {layer.path for layer in probe.layers if layer.kind == "moe_ffn"}
 
 
 def _own_parameters(probe: Probe) -> Iterator[tuple[str, nn.Parameter]]:
@@ -239,23 +233,18 @@ def _disabled(probe: Probe) -> Iterator[Finding]:
 
 
 def _quantised_modules(model: nn.Module) -> set[str]:
-    return {path for path, module in model.named_modules() if _is_quantised(module)}
-
-
-_QUANTISED = re.compile("4bit|8bit|Int8|QuantLinear|Quantized|FP8|HQQ")
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    values = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return bool(_QUANTISED.search(type(module).__name__)) or any(
-        value.ndim >= 2 and _has_few_bits(value) for value in values
-    )
-
-
-def _has_few_bits(value: Tensor) -> bool:
-    """Return True for a weight in 8 bits or fewer, also as a subclass of a tensor, as in torchao."""
-    is_torchao = "torchao" in type(value).__module__
-    return is_torchao or (value.dtype.itemsize == 1 and value.dtype != torch.bool)
+    """Return the paths of modules with weights in 8 bits or fewer, also in a class of tensors of torchao."""
+    return {
+        path
+        for path, module in model.named_modules()
+        if re.search("4bit|8bit|Int8|QuantLinear|Quantized|FP8|HQQ", type(module).__name__)
+        or any(
+            "torchao" in type(value).__module__
+            or (value.dtype.itemsize == 1 and value.dtype != torch.bool)
+            for value in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if value.ndim >= 2
+        )
+    }
 
 
 def _is_in(name: str, paths: set[str]) -> bool:

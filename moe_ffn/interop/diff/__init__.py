@@ -8,9 +8,11 @@ B windows of S tokens, V vocabulary, E experts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -127,47 +129,31 @@ def _windows(ids: Tensor, longest: int, num_tokens: int, window: int | None) -> 
 # -- the outputs
 
 
-class _Positions:
-    """Sums over the tokens at each position of a window."""
+def _measures(a_SV: Tensor, b_SV: Tensor, replayed_SV: Tensor | None) -> Tensor:
+    """Return numbers of each token of a window, float64 (5, S): 1 if its logits are finite in A, the same for
+    B, and, if both are, the largest difference of two logits, the KL, and the KL with the experts of A.
+    """
+    a_SV, b_SV = a_SV.double(), b_SV.double()
+    finite_2S = torch.stack([logits.isfinite().all(dim=-1) for logits in (a_SV, b_SV)])
+    kl_S = _kl(a_SV, b_SV)
+    replayed_S = kl_S if replayed_SV is None else _kl(a_SV, replayed_SV.double())
+    measured_3S = torch.stack([(b_SV - a_SV).abs().amax(dim=-1), kl_S, replayed_S])
+    return torch.cat([finite_2S, measured_3S.masked_fill(~finite_2S.all(dim=0), 0)]).cpu()
 
-    def __init__(self, length: int) -> None:
-        self.num_tokens = torch.zeros(length, dtype=torch.int64)
-        self.kl = torch.zeros(length, dtype=torch.float64)
-        self.kl_replayed = torch.zeros(length, dtype=torch.float64)
-        self.largest_logit = torch.zeros(length, dtype=torch.float64)
-        self.first_not_finite: dict[str, int] = {}
-        self.num_seen = 0
 
-    def add(self, a_SV: Tensor, b_SV: Tensor, replayed_SV: Tensor | None) -> None:
-        """Add the logits of a window."""
-        a_SV, b_SV = a_SV.double(), b_SV.double()
-        finite = {"A": a_SV.isfinite().all(dim=-1), "B": b_SV.isfinite().all(dim=-1)}
-        for side, finite_S in finite.items():
-            if not finite_S.all():
-                first = self.num_seen + int(finite_S.long().argmin())
-                self.first_not_finite.setdefault(side, first)
-        real_S = finite["A"] & finite["B"]
-        self.num_seen += len(a_SV)
-        distance_S = (b_SV - a_SV).abs().amax(dim=-1).masked_fill(~real_S, 0)
-        self.num_tokens += real_S.cpu()
-        self.largest_logit = torch.maximum(self.largest_logit, distance_S.cpu())
-        self.kl += _kl(a_SV, b_SV).masked_fill(~real_S, 0).cpu()
-        if replayed_SV is not None:
-            self.kl_replayed += _kl(a_SV, replayed_SV.double()).masked_fill(~real_S, 0).cpu()
-
-    def between(self, first: int, last: int, *, replayed: bool) -> PositionDifference:
-        """Return the means over the positions from `first` to `last`."""
-        part = slice(first, last + 1)
-        count = int(self.num_tokens[part].sum())
-        mean = max(count, 1)
-        return PositionDifference(
-            first,
-            last,
-            count,
-            float(self.kl[part].sum()) / mean,
-            float(self.largest_logit[part].max()),
-            float(self.kl_replayed[part].sum()) / mean if replayed else None,
-        )
+def _between(measures_5BS: Tensor, first: int, end: int, *, replayed: bool) -> PositionDifference:
+    """Return the means over the positions from `first` to `end` - 1."""
+    finite_a, finite_b, largest, kl, kl_replayed = measures_5BS[..., first:end]
+    count = int((finite_a * finite_b).sum())
+    mean = max(count, 1)
+    return PositionDifference(
+        first,
+        end - 1,
+        count,
+        float(kl.sum()) / mean,
+        float(largest.max()),
+        float(kl_replayed.sum()) / mean if replayed else None,
+    )
 
 
 def _kl(a_SV: Tensor, b_SV: Tensor) -> Tensor:
@@ -181,7 +167,7 @@ def _compare_outputs(
     a: ComparedModel, b: ComparedModel, windows: Tensor, record: Tensor | None
 ) -> dict[str, Any]:
     length = windows.shape[1]
-    positions = _Positions(length)
+    measures: list[Tensor] = []
     replayed_layers, notes = _replayable(a, b)
     flips: dict[str, int] = {}
     num_flipped = 0
@@ -202,7 +188,7 @@ def _compare_outputs(
                 replayed_layers, notes = [], (*notes, f"the experts of A are not replayed: {error}")
         for row in range(len(ids_BS)):
             again_SV = None if replayed_BSV is None else replayed_BSV[row]
-            positions.add(a_BSV[row], b_BSV[row], again_SV)
+            measures.append(_measures(a_BSV[row], b_BSV[row], again_SV))
         flipped_T = torch.zeros(ids_BS.numel(), dtype=torch.bool, device=ids_BS.device)
         for name in routings_a.keys() & routings_b.keys():
             if not is_inner(name):
@@ -210,30 +196,21 @@ def _compare_outputs(
                 flips[name] = flips.get(name, 0) + int(changed_T.sum())
                 flipped_T |= changed_T
         num_flipped += int(flipped_T.sum())
-    has_replay = bool(replayed_layers)
-    every = positions.between(0, length - 1, replayed=has_replay)
+    between = partial(_between, torch.stack(measures, dim=1), replayed=bool(replayed_layers))
+    every = between(0, length)
+    finite = {side: torch.cat([rows[i] for rows in measures]) for i, side in enumerate("AB")}
+    edges = [0, *(4**n for n in range(1, length.bit_length()) if 4**n < length), length]
     return {
         "kl": every.kl,
         "largest_logit": every.largest_logit,
         "kl_replayed": every.kl_replayed,
         "not_finite": windows.numel() - every.num_tokens,
-        "first_not_finite": dict(sorted(positions.first_not_finite.items())),
-        "positions": tuple(
-            positions.between(first, min(last, length - 1), replayed=has_replay)
-            for first, last in _buckets(length)
-        ),
+        "first_not_finite": {s: int(ok_N.argmin()) for s, ok_N in finite.items() if not ok_N.all()},
+        "positions": tuple(starmap(between, pairwise(edges))),
         "flips": {n: flips[n] / windows.numel() for n in sorted(flips, key=layer_number)},
         "flipped": num_flipped / windows.numel() if flips else None,
         "notes": notes,
     }
-
-
-def _buckets(length: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of positions: 0 to 3, 4 to 15, 16 to 63 and so on."""
-    first, end = 0, 4
-    while first < length:
-        yield first, end - 1
-        first, end = end, 4 * end
 
 
 def _replayable(a: ComparedModel, b: ComparedModel) -> tuple[list[str], tuple[str, ...]]:

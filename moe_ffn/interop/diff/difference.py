@@ -118,22 +118,24 @@ class ModelDifference:
         if self.only_a or self.only_b:
             weights += f", {len(self.only_a)} are only in A and {len(self.only_b)} only in B"
         if self.not_finite:
-            return (
-                f"{_capital(weights)}, and the logits of {' and '.join(self.first_not_finite)} are not "
-                f"finite in {self.not_finite:,} of {self.num_tokens:,} tokens, first at token "
-                f"{min(self.first_not_finite.values()):,}."
+            outputs = (
+                f"the logits of {' and '.join(self.first_not_finite)} are not finite in "
+                f"{self.not_finite:,} of {self.num_tokens:,} tokens, first at token "
+                f"{min(self.first_not_finite.values()):,}"
             )
-        if not self.largest_logit:
-            return f"{_capital(weights)}, and so are the logits of all {self.num_tokens:,} tokens."
-        if self.kl < ROUNDING:
-            return (
-                f"{_capital(weights)}, and the predictions differ only by rounding: the KL is {self.kl:.1g} "
-                f"nats per token (logits by up to {self.largest_logit:.1g})."
+        elif not self.largest_logit:
+            outputs = f"so are the logits of all {self.num_tokens:,} tokens"
+        elif self.kl < ROUNDING:
+            outputs = (
+                f"the predictions differ only by rounding: the KL is {self.kl:.1g} nats per token (logits by "
+                f"up to {self.largest_logit:.1g})"
             )
-        return (
-            f"{_capital(weights)}, and the predictions differ by a KL of {two_digits(self.kl)} nats per "
-            f"token (logits by up to {two_digits(self.largest_logit)})."
-        )
+        else:
+            outputs = (
+                f"the predictions differ by a KL of {two_digits(self.kl)} nats per token (logits by up to "
+                f"{two_digits(self.largest_logit)})"
+            )
+        return f"{weights[0].upper()}{weights[1:]}, and {outputs}."
 
     def _routing(self) -> str:
         if self.flipped is None:
@@ -159,7 +161,3 @@ class ModelDifference:
 def two_digits(number: float) -> str:
     """Return a number with two digits."""
     return f"{number:#.2g}".rstrip(".")
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

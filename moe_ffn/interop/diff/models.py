@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
-from moe_ffn.config.option_tree import flatten
+from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import FFNBlock, short_name
 from moe_ffn.files import kind_of
@@ -115,7 +115,14 @@ def load(folder: Path, other: Path, options: LoadOptions, *, trust_code: bool) -
                 f"'{folder}' and '{other}' are both adapters; give the base model of one of them, or merge "
                 "both"
             )
-        return _merge(folder, load(base, folder, options, trust_code=trust_code))
+        side = load(base, folder, options, trust_code=trust_code)
+        adapted = load_adapter(folder, side.model, base)
+        if adapted.unused:
+            raise wrong_base(folder, base, f"which has no place for {adapted.unused[0]}")
+        if adapted.missing:
+            raise wrong_base(folder, base, f"for which it lacks {adapted.missing[0]}")
+        merged = adapted.model.merge_and_unload().eval()
+        return replace(side, folder=folder, model=merged, is_merged=True)
     if is_run(folder) or is_model_folder(folder):
         side = _load_ours(folder, options, trust_code=trust_code)
     elif is_transformers_folder(folder):
@@ -133,11 +140,10 @@ def _sparse_modules(model: nn.Module) -> dict[str, str]:
         modules = routing_modules(model)
     except ConfigError:
         return {}
-    found = {name: model.get_submodule(path) for name, path in modules.items()}
     return {
-        name: modules[name]
-        for name, module in found.items()
-        if not isinstance(module, FFNBlock) or module.routers()
+        name: path
+        for name, path in modules.items()
+        if not isinstance(module := model.get_submodule(path), FFNBlock) or module.routers()
     }
 
 
@@ -182,17 +188,6 @@ def _load_theirs(folder: Path, options: LoadOptions) -> ComparedModel:
     return ComparedModel(
         folder, options, model, encode, vocab_size, max_length_of(model) or MAX_LENGTH
     )
-
-
-def _merge(folder: Path, base: ComparedModel) -> ComparedModel:
-    """Merge an adapter of peft into its base."""
-    adapted = load_adapter(folder, base.model, base.folder)
-    if adapted.unused:
-        raise wrong_base(folder, base.folder, f"which has no place for {adapted.unused[0]}")
-    if adapted.missing:
-        raise wrong_base(folder, base.folder, f"for which it lacks {adapted.missing[0]}")
-    merged = adapted.model.merge_and_unload()
-    return replace(base, folder=folder, model=merged.eval(), is_merged=True)
 
 
 def require_same_shape(a: ComparedModel, b: ComparedModel) -> None:
@@ -258,17 +253,15 @@ def compare_tensors(a: ComparedModel, b: ComparedModel) -> dict[str, Any]:
 
 def differing_options(a: ComparedModel, b: ComparedModel) -> tuple[str, ...]:
     """Return a note on the options that differ between the configs of two models of one library."""
-    if isinstance(a.model, Decoder) and isinstance(b.model, Decoder):
-        configs = [flatten(side.model.config.to_dict()) for side in (a, b)]
-    elif isinstance(a.model, Decoder) or isinstance(b.model, Decoder):
+    is_ours = isinstance(a.model, Decoder)
+    if is_ours != isinstance(b.model, Decoder):
         return ()
-    else:
-        configs = [flatten(side.model.config.to_diff_dict()) for side in (a, b)]
-    names = [name for name in configs[0] | configs[1] if name not in _NOT_OF_THE_MODEL]
+    configs = (side.model.config for side in (a, b))
+    ours, theirs = (flatten(c.to_dict() if is_ours else c.to_diff_dict()) for c in configs)
     differing = [
-        f"{name} ({show(configs[0].get(name))} in A, {show(configs[1].get(name))} in B)"
-        for name in names
-        if configs[0].get(name) != configs[1].get(name)
+        f"{name} ({show(in_a)} in A, {show(in_b)} in B)"
+        for name, (in_a, in_b) in differences(ours, theirs).items()
+        if name not in _NOT_OF_THE_MODEL
     ]
     return (f"options differ: {', '.join(differing)}",) if differing else ()
 
