@@ -80,8 +80,10 @@ pictures: $(DEV)  ## retake the pictures of the tutorials and rerun the notebook
 studies: $(DEV)  ## rebuild the pages of docs/studies from their results
 	$(PY) -m tests.test_study_pages
 
-demo-model: $(TRAIN)  ## retrain the model of `moe-ffn demo`; minutes
-	$(PY) -m experiments.train --config configs/demo.yaml --run.name demo-model --trainer.accelerator cpu --trainer.precision 32-true
+demo-model: $(TRAIN)  ## retrain the model of `moe-ffn demo`; an hour, and 154 MB to download
+	test -d data/kernel || $(PY) -m experiments.corpora data
+	$(PY) -m experiments.train --config configs/demo.yaml --run.name demo-model --data.corpus.type text \
+	  --data.corpus.paths data/kernel --trainer.accelerator cpu --trainer.precision 32-true
 	$(PY) -c "from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained; run = 'runs/demo-model/model'; \
 	  save_pretrained(load_pretrained(run).bfloat16(), 'build/demo_model', load_tokenizer(run))"
 	cp build/demo_model/* moe_ffn/cli/demo_model/

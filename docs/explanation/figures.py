@@ -305,20 +305,24 @@ def draw_differences(drawing: Drawing, left: float) -> None:
 
 def overview() -> Drawing:
     """Draw the picture of the README: the expert of each token, and losses of blocks."""
-    drawing, cell = Drawing(1000, 262), 36
-    trace = trace_folder(MODEL, b"for i in range(10):\n    print(i)", None, trust_code=False)
+    drawing, width, height = Drawing(1000, 262), 42, 36
+    trace = trace_folder(
+        MODEL, b"int size; /* the size of the list */ return size;", None, trust_code=False
+    )
     drawing.text((24, 34), "Each token's first-choice expert, layer by layer", kind="title")
     for column, token in enumerate(trace.tokens):
-        left = 72 + cell * column
-        drawing.text((left + cell / 2, 66), token.token.replace("\\n␣␣␣", "\\n"), "middle", "small")
+        left = 72 + width * column
+        drawing.text(
+            (left + width / 2, 66), token.token.replace("\\n␣␣␣", "\\n"), "middle", "small"
+        )
         for row, layer in enumerate(trace.layers):
             expert = trace.visits(layer)[column].choices[0].expert
-            corner = (left, 76 + cell * row)
-            drawing.box(corner, cell, cell, EXPERTS[expert], "paper")
-            drawing.text((left + cell / 2, corner[1] + 23), str(expert), "middle", "dark")
+            corner = (left, 76 + height * row)
+            drawing.box(corner, width, height, EXPERTS[expert], "paper")
+            drawing.text((left + width / 2, corner[1] + 23), str(expert), "middle", "dark")
     for row in range(len(trace.layers)):
-        drawing.text((24, 99 + cell * row), f"layer {row}", kind="small")
-    note = "moe-ffn demo shows this for any text: a small model trained on Python source, 8 experts, top-2"
+        drawing.text((24, 99 + height * row), f"layer {row}", kind="small")
+    note = "moe-ffn demo shows this for any text: a small model trained on Linux source, 8 experts, top-2"
     drawing.text((24, 246), note, kind="small")
     draw_differences(drawing, 640)
     return drawing

@@ -1,6 +1,6 @@
 """Show where each token of a short text goes, with a small trained model that comes with this package.
 
-    moe-ffn demo --text "import os"
+    moe-ffn demo --text "int size; /* the size */"
 
 The experts of each token are printed, layer by layer, and written as a page. This needs no training and no
 download.
@@ -22,11 +22,16 @@ from moe_ffn.report.trace_view import page, table
 MODEL = Path(__file__).parent / "demo_model"
 """Model folder; its README.md is the card of the model."""
 
-TEXT = "def area(width, height):\n    return width * height\n"
+TEXT = """/* The caller must hold the lock. */
+static int get_count(struct node *node)
+{
+	return node->count;
+}
+"""
 
 INTRO = (
-    "A small language model, trained on the source of Python's standard library, reads a text. Each row is a "
-    "token. In each of the 4 layers a router sends it to 2 of 8 experts: 2 .62 is expert 2 with weight 0.62. "
+    "A small language model, trained on the source code and documentation of Linux, reads a text. Each row "
+    "is a token. In each layer, a router sends it to 2 of 8 experts: 2 .62 is expert 2 with weight 0.62. "
     "A colour stands for an expert, so tokens of the same colour in a column share an expert."
 )
 
@@ -39,7 +44,7 @@ NEXT = f"""To go further:
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("demo"), description=__doc__)
-    meaning = "text to trace (default: a few lines of Python); - reads standard input"
+    meaning = "text to trace (default: a few lines of C); - reads standard input"
     parser.add("--text TEXT", meaning, default=TEXT)
     parser.add(
         "--output FILE",

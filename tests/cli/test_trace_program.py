@@ -363,4 +363,4 @@ def test_the_model_card_describes_the_shipped_model() -> None:
     assert f"{count:,} parameters" in card
     assert f"{vocab_size:,} tokens" in card
     assert re.search(r"validation loss of \d\.\d{3}", card)
-    assert sum(os.path.getsize(path) for path in MODEL.iterdir()) < 2_000_000  # noqa: PTH202
+    assert sum(os.path.getsize(path) for path in MODEL.iterdir()) < 6_000_000  # noqa: PTH202

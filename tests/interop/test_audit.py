@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import statistics
 import warnings
@@ -941,8 +940,8 @@ def test_balance_is_not_judged_after_few_steps() -> None:
 
 def our_demo() -> Case:
     tokenizer = moe_ffn.load_tokenizer(MODEL)
-    text = inspect.getsource(statistics).encode()
-    ids = torch.as_tensor(tokenizer.encode(text)).long()[: 4 * 128]
+    text = Path(torch.__file__).parent / "include/cpuinfo.h"  # C, as the model was trained on
+    ids = torch.as_tensor(tokenizer.encode(text.read_bytes())).long()[: 4 * 128]
     return Case(moe_ffn.load_pretrained(MODEL).float(), {"input_ids": ids.view(4, 128)})
 
 
@@ -995,7 +994,7 @@ def test_experts_of_similar_work_are_not_accused(share: float, verdict: str) -> 
     with torch.no_grad():
         for tensor in case.model.layers[1].ffn.experts.parameters():
             tensor.lerp_(tensor.mean(0), 1 - share)
-    few = {"input_ids": case.batch["input_ids"][:, :32]}
+    few = {"input_ids": case.batch["input_ids"][:, :16]}
     found = {f.place: f for f in audit(case.model, few).findings if f.check == "order"}
     assert found["layer_01"].verdict == verdict, found["layer_01"].sentence
     assert "fail" not in {finding.verdict for finding in found.values()}

@@ -69,6 +69,7 @@ class Diverged(TrainingError):  # noqa: N818 - what the run has done
 
     def __init__(self, skipped: SkippedStep, problem: str) -> None:
         super().__init__(f"step {skipped.step}: {problem}")
+        self.step = skipped.step
         self.skipped = skipped
 
 
