@@ -88,7 +88,7 @@ class HarnessModel(TemplateLM):
         for first in range(0, len(order), self.batch_size):
             batch = order[first : first + self.batch_size]
             rows = [self._row(*requests[index][1:]) for index in batch]
-            inputs = [torch.tensor(ids[:-1]) for ids in rows]
+            inputs = [torch.tensor(ids[:-1], dtype=torch.long) for ids in rows]
             ids_BS = pad_sequence(inputs, batch_first=True, padding_value=self.eot_token_id)
             mask_BS = pad_sequence(
                 [torch.ones_like(ids) for ids in inputs], batch_first=True

@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     weights: ExpertWeights
     """The experts; `dropout_NF` replaces their dropout."""
     dtype: torch.dtype
-    """Dtype of products and of the matrix kept for backward; on a CPU that only emulates it, products use
+    """Dtype of products and of the matrix kept for backward; on a CPU that is slower in it, products use
     float32."""
 
 

@@ -266,10 +266,10 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
 
 
 CPU_CAPABILITIES = {
-    torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16"},
-    torch.float16: {"amx_fp16", "avx512_fp16"},
+    torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
+    torch.float16: ("amx_fp16", "avx512_fp16"),
 }
-"""Dtype -> CPU capabilities, any one of which makes its products faster than float32 products."""
+"""Dtype -> CPU capabilities, any one of which has products in it."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -282,15 +282,23 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+def is_emulated_on_cpu(dtype: torch.dtype) -> bool:
+    """Return True if this CPU has no instructions for products in `dtype`."""
+    return dtype in CPU_CAPABILITIES and not any(
+        _capabilities().get(name) for name in CPU_CAPABILITIES[dtype]
+    )
+
+
 def product_dtype_on_cpu(dtype: torch.dtype) -> torch.dtype:
     """Return `dtype`, or float32 if this CPU multiplies it at a fraction of float32's speed."""
-    if dtype not in CPU_CAPABILITIES:
-        return dtype
-    names, capabilities = CPU_CAPABILITIES[dtype], _capabilities()
-    if str(capabilities.get("cpu_name")).startswith("Intel"):
-        # Without AMX, a core of a Xeon of 2023 reaches 106 GFLOP/s in bfloat16, and 191 in float32.
-        names = names - {"avx512_bf16"}
-    return dtype if any(capabilities.get(name) for name in names) else torch.float32
+    capabilities = _capabilities()
+    # Without AMX, a core of a Xeon of 2023 reaches 106 GFLOP/s in bfloat16, and 191 in float32.
+    is_slow = (
+        dtype == torch.bfloat16
+        and str(capabilities.get("cpu_name")).startswith("Intel")
+        and not capabilities.get("amx_bf16")
+    )
+    return torch.float32 if is_slow or is_emulated_on_cpu(dtype) else dtype
 
 
 @cache

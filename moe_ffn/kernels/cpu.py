@@ -30,6 +30,7 @@ from moe_ffn.kernels.base import (
     compute_dtype,
     dropout_mask,
     is_dispatch_mode_on,
+    is_emulated_on_cpu,
     is_transform_on,
     needs_gradient,
     product_dtype_on_cpu,
@@ -247,8 +248,12 @@ def loop_on_cpu(
     dtype: torch.dtype,
     dropout_NF: Tensor | None = None,
 ) -> Tensor:
-    """Run the loop over experts, with products in float32 if this CPU only emulates `dtype`."""
-    dtype = product_dtype_on_cpu(dtype)
+    """Run the loop over experts, with products in float32 if this CPU only emulates `dtype`.
+
+    If it only multiplies `dtype` more slowly, converting all experts would take longer.
+    """
+    dtype = torch.float32 if is_emulated_on_cpu(dtype) else dtype
+    dropout_NF = None if dropout_NF is None else dropout_NF.to(dtype)
     with without_autocast(x_TD):
         return run_loop(x_TD, plan, weights.to(dtype), dtype, dropout_NF)
 

@@ -202,7 +202,9 @@ class StudyConfig(Config, frozen=True):
                         "default model); change one of them"
                     )
         seeds = self.tuning.seeds if self.tuning else ()
-        tuned = [self._planned(*arm, seed) for seed in seeds for arm in self._tuned()]
+        tuned = [
+            self._planned(arm, values, seed) for seed in seeds for arm, values in self._tuned()
+        ]
         known = {(run.identity, run.main_arm) for run in runs.values()}
         return [*runs.values(), *(r for r in tuned if (r.identity, r.main_arm) not in known)]
 

@@ -217,8 +217,12 @@ def _each_once(found: Sequence[_Source]) -> list[RunResult]:
 
 def read_timing(folder: Path) -> dict[str, float]:
     """Return arm -> seconds of a step, from the `TIMING_FILE` of a study; empty without one."""
-    arms = (read_object(folder / TIMING_FILE) or {}).get("arms", {})
-    return {arm: values["seconds_per_step"] for arm, values in arms.items()}
+    path = folder / TIMING_FILE
+    try:
+        arms = (read_object(path) or {}).get("arms", {})
+        return {arm: values["seconds_per_step"] for arm, values in arms.items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"'{path}' does not hold the times of arms; time them again") from error
 
 
 def _unfit(result: RunResult, path: Path) -> str:

@@ -349,7 +349,10 @@ class Sweep:
             raise
 
     def stop(self) -> None:
-        """Let the processes save after their step and exit; a KeyboardInterrupt ends them at once."""
+        """Let the processes save after their step and exit.
+
+        A KeyboardInterrupt ends them at once; after a second one, this returns without waiting for them.
+        """
         processes = [job.process for job in self.jobs_in("training") if job.process]
         for signum in (signal.SIGTERM, signal.SIGINT):
             for process in processes:

@@ -179,10 +179,10 @@ class StoredAnswers:
         try:
             file = safe_open(path, framework="pt")
             self._rows = [file.get_slice(field.name) for field in fields(Answers)]
-        except SafetensorError as error:
+            self.about: dict[str, str] = dict(file.metadata())
+            self.num_positions, self.top = self._rows[0].get_shape()
+        except (SafetensorError, TypeError, ValueError) as error:  # no metadata, or another shape
             raise ConfigError(f"{option}: '{path}' holds no stored answers; {make}") from error
-        self.about: dict[str, str] = file.metadata() or {}
-        self.num_positions, self.top = self._rows[0].get_shape()
 
     @property
     def sha256(self) -> str:

@@ -445,8 +445,8 @@ def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
 def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:
     """Bring the singular values of each matrix near 1; return bfloat16 (M, O, I). A zero matrix stays zero.
 
-    This is the quintic Newton-Schulz iteration of `torch.optim.Muon` for a batch of matrices. A CPU that only
-    emulates bfloat16 computes the products in float32 and rounds them, so results differ by rounding only.
+    This is the quintic Newton-Schulz iteration of `torch.optim.Muon` for a batch of matrices. A CPU that is
+    slower in bfloat16 computes the products in float32 and rounds them, so results differ by rounding only.
     """
     dtype = torch.bfloat16
     if matrices_MOI.device.type == "cpu":

@@ -76,6 +76,12 @@ def test_continuations_equal_a_loop_over_tokens(decoder: Decoder, batch_size: in
         assert model.loglikelihood([request("the", greedy)])[0][1]
 
 
+def test_a_choice_of_one_empty_text_is_certain(decoder: Decoder) -> None:
+    assert HarnessModel(decoder, TOKENIZER)._loglikelihood_tokens([(None, [1], [])]) == [
+        (0.0, True)
+    ]  # pyright: ignore[reportPrivateUsage]
+
+
 @pytest.mark.parametrize("length", [1, LENGTH, LENGTH + 1, 2 * LENGTH + 5])
 def test_of_a_whole_text_every_token_counts_once(decoder: Decoder, length: int) -> None:
     """Windows as long as the model takes, side by side; the last one reaches back for context."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -188,6 +189,22 @@ def test_a_cpu_without_reduced_products_computes_them_in_float32(
     assert {value.dtype for value in got.values()} == {dtype}
     # Some five roundings, sums of up to seven terms.
     assert_close(got, derive(loop, *exact(*given)), 16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"),
+    [({"avx512_bf16": True, "cpu_name": "Intel Xeon"}, torch.bfloat16), ({}, torch.float32)],
+    ids=["slow", "emulated"],
+)
+def test_a_loop_converts_the_experts_only_if_the_cpu_emulates_their_dtype(
+    capabilities: dict[str, Any], dtype: torch.dtype, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtypes, "_capabilities", lambda: capabilities)
+    run_loop = Mock()
+    monkeypatch.setattr(choice, "run_loop", run_loop)
+    choice.loop_on_cpu(*make(torch.bfloat16), torch.bfloat16, torch.ones(11, F))
+    _, _, weights, products, mask_NF = run_loop.call_args.args
+    assert {weights.up_EHD.dtype, products, mask_NF.dtype} == {dtype}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from moe_ffn.report.studies.study_page import StudyPage, study_page, with_row
 from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.gather import read_timing
 from moe_ffn.studies.result import RunResult, add_results
 from tests.helpers.synthetic_run import make_result
 
@@ -537,6 +538,13 @@ def test_a_speed_up_counts_the_steps_to_the_dense_loss_and_their_time(tmp_path: 
     speed, _, *speed_ups = found["[a](studies/a.md): moe"][-4:]
     assert speed == "13 (0.67)"
     assert speed_ups == ["1.32", "0.89"]  # 100 / 75 / 1.01, 100 / 75 * 0.5 / 0.75
+
+
+def test_a_file_of_times_without_times_is_named(tmp_path: Path) -> None:
+    for arms in ([], {"a": {}}, {"a": None}):
+        (tmp_path / "timing.json").write_text(json.dumps({"arms": arms}), encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"timing\.json' does not hold the times of arms"):
+            read_timing(tmp_path)
 
 
 def test_a_budget_with_two_arms_has_a_row_among_the_budgets_and_no_table(tmp_path: Path) -> None:

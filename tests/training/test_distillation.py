@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
@@ -266,10 +267,17 @@ def test_answers_that_cannot_be_stored_are_rejected(
 def test_a_file_without_answers_is_rejected(
     make_config: MakeConfig, prepared: PreparedData, tmp_path: Path
 ) -> None:
-    for text, said in ((None, "is not there; write one with"), ("x", "holds no stored answers")):
+    none = "holds no stored answers"
+    tensors = {name: torch.zeros(4) for name in ("token_ids", "log_probs", "log_rest")}
+    foreign = {"without metadata": save_tensors(tensors), "flat": save_tensors(tensors, {"a": "b"})}
+    for content, said in (
+        (None, "is not there; write one with"),
+        (b"x", none),
+        *((each, none) for each in foreign.values()),
+    ):
         file = tmp_path / "a.safetensors"
-        if text:
-            file.write_text(text)
+        if content:
+            file.write_bytes(content)
         config = make_config(objective={"distill": {"teacher": str(file)}})
         with pytest.raises(ConfigError, match=f"^objective.distill.teacher: '{file}' {said}"):
             read_teacher(config, prepared)

@@ -1,4 +1,4 @@
-// The Newton-Schulz iteration of the optimizer Muon, for CPUs that only emulate bfloat16.
+// The Newton-Schulz iteration of the optimizer Muon, for CPUs that are slower in bfloat16 than in float32.
 //
 // M matrices, m the shorter and n the longer side of a matrix
 

@@ -178,7 +178,9 @@ def _covered(arms: Sequence[Arm]) -> str:
     kinds |= {found.over for arm in arms if (found := arm.difference) and found.interval}
     if "seeds" not in kinds:
         return "windows of this text, not seeds,"
-    return f"seeds, {'or windows of this text for arms of one seed, ' * (len(kinds) > 1)}not"
+    if len(kinds) > 1:
+        return "seeds, or windows of this text for arms of one seed, not"
+    return "seeds, not"
 
 
 def _short_verdict(comparison: Comparison) -> str:
@@ -378,21 +380,25 @@ def _tuning(page: StudyPage, comparison: Comparison) -> Paragraphs:
 
 def _facts(runs: Sequence[RunResult]) -> str:
     """Return a table of the number of runs, their machines and their time."""
-    facts = (
-        *("processor", "num_cpus", "gpu", "threads", "precision"),
-        *("torch", "python", "git_revision", "date"),
-    )
-    names = {"num_cpus": "cores", "gpu": "GPU", "python": "Python", "git_revision": "revision"}
+    facts = {
+        "processor": "processor",
+        "num_cpus": "cores",
+        "gpu": "GPU",
+        "threads": "threads",
+        "precision": "precision",
+        "torch": "torch",
+        "python": "Python",
+        "git_revision": "revision",
+        "date": "date",
+    }
     num_tuned = sum(bool(run.tuning) for run in runs)
     rows = [
         ["runs", f"{len(runs)}, {num_tuned} of them for tuning" if num_tuned else str(len(runs))]
     ]
-    for key in facts:
+    for key, name in facts.items():
         values = {run.machine.get(key) for run in runs} - {None}
         if values:
-            rows.append(
-                [names.get(key, key), ", ".join(sorted(str(value)[:60] for value in values))]
-            )
+            rows.append([name, ", ".join(sorted(str(value)[:60] for value in values))])
     seconds = [run.outcome.wall_seconds for run in runs]
     if all(value is not None for value in seconds):
         total = sum(filter(None, seconds))

@@ -16,9 +16,9 @@ std::tuple<std::vector<int64_t>, std::vector<int64_t>> tasks(const Tensor& offse
                kept = at::empty({N, 2 * F}, numbers);
   Tensor token_ids = at::empty({N}, at::TensorOptions(at::kLong));
   std::fill_n(token_ids.data_ptr<int64_t>(), N, 0);
-  const Layer layer(x, weights, up, down, {}, {}, token_ids, offsets, {}, int64_t(Activation::silu), true,
-                    false, 0, 0);
-  const Gradients<float> gradients{Rows(x), Rows(up), Rows(down), Rows(), Rows(), weights.data_ptr<float>()};
+  const Layer layer(x, weights, up, down, {}, {}, {}, {}, {}, {}, token_ids, offsets, {},
+                    int64_t(Activation::silu), true, false, 0, 0);
+  const Gradients<float> gradients{.x = Rows(x), .up = Rows(up), .down = Rows(down), .weights = weights.data_ptr<float>()};
   const Backward<float> backward(layer, Rows(kept), Rows(x), gradients);
   std::vector<int64_t> rows(threads), counts;
   for (int64_t thread = 0, i = 0; thread < threads; ++thread)

@@ -355,13 +355,19 @@ def test_a_compiler_may_be_of_several_words(
 COMPUTES = """
 import torch
 from pathlib import Path
-from moe_ffn.kernels.cpu import cpu
+from moe_ffn import build_ffn
 from moe_ffn.kernels.native.build import unavailable_reason
-from tests.kernels.test_cpu import *
 
 torch.set_num_threads(2)
 assert unavailable_reason() is None
-results = (compute(b, inputs(True), gated=True, activation="silu") for b in (cpu, loop))
+results = []
+for backend in ("cpu", "loop"):
+    torch.manual_seed(0)
+    experts = {"type": "swiglu", "backend": backend}
+    ffn = build_ffn({"type": "moe", "num_experts": 4, "experts": experts}, d_model=16)
+    x_TD = torch.randn(32, 16, requires_grad=True)
+    hidden_TD = ffn(x_TD).hidden
+    results.append((hidden_TD, *torch.autograd.grad(hidden_TD.sum(), [x_TD, *ffn.parameters()])))
 torch.testing.assert_close(*results)
 maps = Path("/proc/self/maps").read_text().splitlines()
 assert len({line.split()[-1] for line in maps if "omp.so" in line}) == 1  # a runtime for all
