@@ -79,7 +79,7 @@ def test_continuations_equal_a_loop_over_tokens(decoder: Decoder, batch_size: in
 def test_a_choice_of_one_empty_text_is_certain(decoder: Decoder) -> None:
     assert HarnessModel(decoder, TOKENIZER)._loglikelihood_tokens([(None, [1], [])]) == [
         (0.0, True)
-    ]  # pyright: ignore[reportPrivateUsage]
+    ]
 
 
 @pytest.mark.parametrize("length", [1, LENGTH, LENGTH + 1, 2 * LENGTH + 5])

@@ -202,7 +202,8 @@ def test_a_loop_converts_the_experts_only_if_the_cpu_emulates_their_dtype(
     monkeypatch.setattr(dtypes, "_capabilities", lambda: capabilities)
     run_loop = Mock()
     monkeypatch.setattr(choice, "run_loop", run_loop)
-    choice.loop_on_cpu(*make(torch.bfloat16), torch.bfloat16, torch.ones(11, F))
+    x_TD, plan, weights = make(torch.bfloat16)
+    choice.loop_on_cpu(x_TD, plan, weights, torch.bfloat16, torch.ones(11, F))
     _, _, weights, products, mask_NF = run_loop.call_args.args
     assert {weights.up_EHD.dtype, products, mask_NF.dtype} == {dtype}
 
