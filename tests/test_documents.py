@@ -116,5 +116,6 @@ def test_the_figures_are_what_their_program_draws(
     pages = "".join(
         (EXPLANATION_FOLDER / name).read_text(encoding="utf-8") for name in EXPLANATIONS
     )
-    used = set(re.findall(r"\((?:docs/explanation/)?(figures/\S+)\)", pages + README))
+    pages += README + (ROOT / "docs/studies/ladder.md").read_text(encoding="utf-8")
+    used = set(re.findall(r"\((?:(?:docs|\.\.)/explanation/)?(figures/\S+)\)", pages))
     assert {f"figures/{name}" for name in kept} == used

@@ -34,7 +34,7 @@ def check_which_block(names: dict[str, Any], cells: list[Ran]) -> None:
     assert {arm.name for arm in names["comparison"].arms} == {"dense", "swiglu", "moe"}
 
 
-def check_inside_mixtral(names: dict[str, Any], cells: list[Ran]) -> None:
+def check_inside_moe(names: dict[str, Any], cells: list[Ran]) -> None:
     printed = "".join(cell.printed for cell in cells)
     assert "largest difference: 0" in printed or re.search(r"difference: \S+e-0[678]", printed)
     own, replayed = (float(value) for value in re.findall(r"^[a-z ]+  (\d\.\d+)$", printed, re.M))
@@ -47,7 +47,7 @@ def check_write_a_router(names: dict[str, Any], cells: list[Ran]) -> None:
 
 CHECKS: dict[str, Callable[[dict[str, Any], list[Ran]], None]] = {
     "which_block": check_which_block,
-    "inside_mixtral": check_inside_mixtral,
+    "inside_moe": check_inside_moe,
     "write_a_router": check_write_a_router,
 }
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
+import math
 import re
-from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from html import escape
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,12 @@ import torch
 
 from moe_ffn import DecoderConfig, build_ffn, load_balancing_loss
 from moe_ffn.cli.demo import MODEL
+from moe_ffn.cli.generate import load_decoder
 from moe_ffn.cli.trace import trace_folder
 from moe_ffn.ffn.networks import hidden_units
-from moe_ffn.studies.statistics import paired_differences
+from moe_ffn.studies.comparison import Arm, Comparison
+from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.gather import gather
 
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER.parent / "studies"
@@ -64,9 +69,9 @@ class Drawing:
         look = f'stroke="var(--{colour})" stroke-width="{_n(width)}" stroke-dasharray="{dash}"'
         self.parts.append(f'<polyline points="{places}" fill="none" {look}/>')
 
-    def dot(self, at: Point, colour: str) -> None:
-        place = f'cx="{_n(at[0])}" cy="{_n(at[1])}"'
-        self.parts.append(f'<circle {place} r="5" fill="var(--{colour})"/>')
+    def dot(self, at: Point, colour: str, radius: float = 5) -> None:
+        place = f'cx="{_n(at[0])}" cy="{_n(at[1])}" r="{_n(radius)}"'
+        self.parts.append(f'<circle {place} fill="var(--{colour})"/>')
 
     def arrow(self, start: Point, end: Point, colour: str, width: float = 2) -> None:
         self.line([start, end], colour, width)
@@ -260,16 +265,30 @@ def cost(page: dict[str, Any]) -> Drawing:
 
 EXPERTS = ("#6ec6ca", "#f6cf71", "#f89c74", "#dcb0f2", "#87c55f", "#9eb9f3", "#fe88b1", "#c9db74")
 """Colour of each expert; dark text is readable on all of them."""
-DENSE = "l_swiglu"
-"""Best dense block of the largest size of the study `ladder`."""
 SHOWN = {
-    "l_e32": "32 experts",
-    "l_e8": "8 experts",
-    "l_e32_hash": "32, chosen by hash",
-    "l_e32_frozen": "32, random router",
-    "l_gelu": "dense GELU",
+    "e32": ("32 experts", "blue"),
+    "e8": ("8 experts", "green"),
+    "e32_hash": ("32, chosen by hash", "violet"),
+    "e32_frozen": ("32, random router", "mute"),
+    "gelu": ("dense GELU", "orange"),
+    "swiglu": ("dense SwiGLU", "orange"),
 }
-"""Arm -> label."""
+"""Block of the study `ladder` -> label and colour."""
+SPARSE = [*SHOWN][:4]
+
+
+@cache
+def ladder() -> Comparison:
+    """Return the arms of the study `ladder`: size, `_`, block."""
+    study = StudyConfig.read(Path("configs/studies/ladder.yaml"))
+    found = gather([STUDIES / "ladder"])
+    return Comparison.of(
+        found.results,
+        baseline=study.baseline,
+        baselines=study.baselines,
+        arms=study.arm_names,
+        step_seconds=found.step_seconds,
+    )
 
 
 def draw_differences(drawing: Drawing, left: float) -> None:
@@ -278,29 +297,159 @@ def draw_differences(drawing: Drawing, left: float) -> None:
     def at(difference: float) -> float:
         return left + 180 + 1250 * (difference + 0.08)
 
-    table = (STUDIES / "ladder" / "results.jsonl").read_text(encoding="utf-8")
-    losses: dict[str, dict[int, float]] = defaultdict(dict)
-    for run in map(json.loads, table.splitlines()):
-        if run["arm"].startswith("l_") and not run["tuning"]:
-            losses[run["arm"]][run["seed"]] = run["outcome"]["validation_loss"]
-    dense = losses.pop(DENSE)
-    found = paired_differences({arm: (by_seed, dense) for arm, by_seed in losses.items()})
     drawing.text((left, 34), "Loss minus dense SwiGLU, nats per token", kind="title")
     for difference in (-0.08, -0.04, 0, 0.04):
         x = at(difference)
         drawing.line([(x, 62), (x, 206)], "grid" if difference else "mute", 1 if difference else 2)
         drawing.text((x, 222), f"{difference:+g}" if difference else "0", "middle", "small")
-    for row, (arm, label) in enumerate(SHOWN.items()):
-        interval = found[arm].interval
-        assert interval is not None, arm
-        mean, low, high = interval
+    for row, block in enumerate([*SPARSE, "gelu"]):
+        found = ladder().arm(f"l_{block}").difference
+        assert found is not None, block
+        mean, low, high = found.interval
         y, colour = 78 + 29 * row, "blue" if mean < 0 else "orange"
-        drawing.text((left, y + 4), label, kind="small")
+        drawing.text((left, y + 4), SHOWN[block][0], kind="small")
         drawing.text((left + 164, y + 4), f"{mean:+.3f}", "end", "small")
         drawing.line([(at(low), y), (at(high), y)], colour, 2)
         drawing.dot((at(mean), y), colour)
     note = "study ladder: equal FLOPs, 53 M tokens, 2 seeds, 95 % bars"
     drawing.text((left, 246), note, kind="small")
+
+
+@dataclass
+class Panel:
+    """Axes in a drawing, with its top left corner; ticks are a value and its label."""
+
+    drawing: Drawing
+    corner: Point
+    title: str
+    x_ticks: Mapping[float, str]
+    y_ticks: Mapping[float, str]
+    x_title: str
+    legend: float = 130
+    labels: int = 0
+
+    def __post_init__(self) -> None:
+        left, top = self.corner
+        self.drawing.text((left, top), self.title, kind="title")
+        (first, *_, last), bottom = self.x_ticks, top + 190
+        for y, label in self.y_ticks.items():
+            self.drawing.line([self.at(first, y), self.at(last, y)], "grid")
+            self.drawing.text((left + 36, self.at(first, y)[1] + 4), label, "end", "small")
+        for x, label in self.x_ticks.items():
+            self.drawing.text((self.at(x, 0)[0], bottom + 18), label, "middle", "small")
+        self.drawing.text((left + 161, bottom + 36), self.x_title, "middle", "small")
+
+    def at(self, x: float, y: float) -> Point:
+        (x0, *_, x1), (y0, *_, y1), (left, top) = self.x_ticks, self.y_ticks, self.corner
+        return left + 44 + 234 * (x - x0) / (x1 - x0), top + 190 - 166 * (y - y0) / (y1 - y0)
+
+    def curve(self, xs: Iterable[float], ys: Iterable[float], colour: str, dash: str = "") -> None:
+        """Draw a line through the points that the axes cover."""
+        (x0, *_), (*_, y1) = self.x_ticks, self.y_ticks
+        points = [self.at(x, y) for x, y in zip(xs, ys, strict=True) if x >= x0 and y <= y1]
+        self.drawing.line(points, colour, 2, dash)
+
+    def label(self, text: str, colour: str) -> None:
+        """Add a line to the legend, which is `legend` pixels from the left."""
+        left, top = self.corner[0] + self.legend, self.corner[1] + 30 + 16 * self.labels
+        self.drawing.line([(left, top - 4), (left + 16, top - 4)], colour, 3)
+        self.drawing.text((left + 22, top), text, kind="small")
+        self.labels += 1
+
+
+def draw_curves(panel: Panel, seconds: bool) -> None:
+    """Draw the validation losses of each seed at the largest size over FLOPs or seconds of training."""
+    for block in ("swiglu", "e8", "e32"):
+        arm, (label, colour) = ladder().arm(f"l_{block}"), SHOWN[block]
+        whole = arm.training_seconds if seconds else arm.training_flops
+        assert whole is not None, block
+        for run in arm.results:
+            steps, losses = run.validation.steps, run.validation.losses
+            panel.curve([whole * step / arm.steps for step in steps], losses, colour)
+        panel.label(label, colour)
+
+
+def draw_over_sizes(
+    panel: Panel, blocks: Iterable[str], value: Callable[[Arm], Sequence[float] | None]
+) -> None:
+    """Draw a value of blocks over the size of the model; after it, the ends of its interval."""
+    for place, block in enumerate(blocks):
+        label, colour = SHOWN[block]
+        points = []
+        for size in ("xs", "m", "l"):
+            arm = ladder().arm(f"{size}_{block}")
+            x = math.log(arm.budget.model.active_params) + 0.03 * place
+            if found := value(arm):
+                points.append((x, found[0]))
+                panel.drawing.line([panel.at(x, y) for y in found[1:]], colour, 1.5)
+                panel.drawing.dot(panel.at(*points[-1]), colour, 3.5)
+        panel.curve(*zip(*points, strict=True), colour)
+        panel.label(label, colour)
+
+
+@torch.no_grad()
+def draw_specialisation(panel: Panel) -> None:
+    """Draw how far the loads of experts differ between two texts, for each layer of the shipped model."""
+    decoder, tokenizer = load_decoder(MODEL, trust_code=False)
+    code = "".join(p.read_text("utf-8") for p in sorted(Path("moe_ffn/kernels/native").glob("*.h")))
+    english = Path("LICENSE").read_text("utf-8")
+
+    def loads(text: str) -> list[torch.Tensor]:
+        ids = tokenizer.encode(text)[: 8 * 256].view(8, 256)
+        routings = decoder(ids).routings.values()
+        return [
+            r.expert_ids_N.bincount(minlength=r.num_experts) / len(r.expert_ids_N) for r in routings
+        ]
+
+    ours, same, other = loads(code), loads(code[len(code) // 2 :]), loads(english)
+    for name, colour, shift in (("code and English", "blue", 0), ("code and code", "mute", 0.3)):
+        for layer, load in enumerate(ours):
+            distance = 0.5 * (load - (other if shift == 0 else same)[layer]).abs().sum().item()
+            corner, foot = panel.at(layer + 0.2 + shift, distance), panel.at(layer, 0)
+            panel.drawing.box(corner, 17, foot[1] - corner[1], colour, colour)
+        panel.label(name, colour)
+
+
+def claims() -> Drawing:
+    """Draw a panel for each claim of the study `ladder`."""
+    drawing = Drawing(1000, 560)
+    sizes = {math.log(0.305e6): "0.31 M", math.log(1.36e6): "1.36 M", math.log(3.44e6): "3.44 M"}
+    active = "active parameters"
+
+    def ticks(*values: float, form: str = ".1f") -> dict[float, str]:
+        return {value: format(value, form) for value in values}
+
+    losses = ticks(1.7, 1.8, 1.9, 2.0, 2.1)
+    flops = {x * 1e14: f"{x / 10:g}" for x in (3, 6, 9, 12)}
+    title, unit = "Loss over FLOPs, largest size", "training, 10^15 FLOPs"
+    draw_curves(Panel(drawing, (24, 34), title, flops, losses, unit), False)
+    hours = {x * 3600.0: f"{x}" for x in (2, 3, 4, 5, 6, 7)}
+    title, unit = "Loss over time, largest size", "hours on one CPU core"
+    draw_curves(Panel(drawing, (356, 34), title, hours, losses, unit), True)
+    title, gains = "Loss minus dense, with 95 % bars", ticks(-0.1, -0.05, 0, 0.05, 0.1, form="+.2f")
+    panel = Panel(drawing, (688, 34), title, sizes, gains, active)
+    draw_over_sizes(panel, SPARSE, lambda arm: arm.difference and arm.difference.interval)
+    title, speedups = "Speed-up to the dense loss", ticks(1.0, 1.1, 1.2, 1.3)
+    panel = Panel(drawing, (24, 304), title, sizes, speedups, active, legend=54)
+    for block, kind in product(("e8", "e32"), ("flops", "seconds")):
+        (label, colour), points = SHOWN[block], []
+        for size in ("m", "l"):
+            arm = ladder().arm(f"{size}_{block}")
+            whole = getattr(ladder().base_of(arm), f"training_{kind}")
+            x = math.log(arm.budget.model.active_params)
+            points.append((x, whole / getattr(arm.reached, kind)))
+        panel.curve(*zip(*points, strict=True), colour, "" if kind == "flops" else "5 4")
+        if kind == "flops":
+            panel.label(f"{label}; dashed: in time", colour)
+    drawing.text((84, 464), "smallest size: not reached", kind="small")
+    title, loads = "Excess load of the busiest expert", ticks(0, 0.5, 1.0, 1.5, 2.0)
+    panel = Panel(drawing, (356, 304), title, sizes, loads, active, legend=54)
+    draw_over_sizes(panel, SPARSE, lambda arm: [arm.mean("max_violation")])
+    layers = {0: "", 0.5: "layer 0", 1.5: "1", 2.5: "2", 3.5: "3", 4: ""}
+    title, shares = "Share of pairs that go to other experts", ticks(0, 0.2, 0.4, 0.6)
+    panel = Panel(drawing, (688, 304), title, layers, shares, "the shipped model", legend=60)
+    draw_specialisation(panel)
+    return drawing
 
 
 def overview() -> Drawing:
@@ -333,6 +482,7 @@ def draw(folder: Path) -> None:
     overview().save(
         folder / "overview.svg", "Experts of tokens, and the loss of dense and sparse models"
     )
+    claims().save(folder / "ladder.svg", "Six claims of the study ladder")
     how = run_page("how_routing_works.md")
     positions().save(folder / "positions.svg", "Inputs that each output reads")
     memory().save(folder / "memory.svg", "A feed-forward block as a key-value memory")

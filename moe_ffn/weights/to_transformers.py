@@ -53,7 +53,7 @@ from moe_ffn.weights.pretrained import (
 from moe_ffn.weights.rewrites import COMMON, Rewrite, added_weight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Export:
     """Description of our model for transformers."""
 
@@ -70,6 +70,9 @@ class Export:
     """Remarks: options left out, rewrites, and what other programs ignore or require."""
     packed: Format | None = None
     """Format in which the matrices of the experts are stored; None to store their values."""
+
+    def __repr__(self) -> str:
+        return f"Export({self.family.architecture}: {'; '.join(self.notes)})"
 
     def factor(self, name: str) -> float:
         """Return the factor of one of our tensors."""

@@ -300,6 +300,7 @@ def test_qwen2_with_a_tokenizer_is_written_as_llama(tmp_path: Path) -> None:
         "attention.bias: the output projection gets a bias of zeros",
         "qwen2 would fit, but transformers replaces its tokenizer",
     )
+    assert repr(export) == f"Export(LlamaForCausalLM: {'; '.join(export.notes)})"
     assert_equal_there(decoder, tmp_path / "theirs")
 
 
