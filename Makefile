@@ -14,6 +14,8 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --c
 EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests docs
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+# That of the wheel with compiled kernels; where they do not load, the other wheel's sources are compiled.
+PLATFORM = $(shell $(PYTHON) -c "import platform as p; print(f'manylinux_{p.libc_ver()[1]}_{p.machine()}'.replace('.', '_'))")
 
 .PHONY: help setup train test test-slow test-gpu gpu-first-hour test-reliability clients lint lint-docker format docs lock clean readme pictures studies demo-model release
 
@@ -88,7 +90,7 @@ demo-model: $(TRAIN)  ## retrain the model of `moe-ffn demo`; an hour, and 154 M
 	  save_pretrained(load_pretrained(run).bfloat16(), 'build/demo_model', load_tokenizer(run))"
 	cp build/demo_model/* moe_ffn/cli/demo_model/
 
-release:  ## build sdist and wheel, try the wheel in a fresh environment, and tag the commit; pushes nothing
+release:  ## build sdist and wheels (x86-64), try one in a fresh environment, and tag the commit; pushes nothing
 	@test -z "$$(git status --porcelain)" || { echo "the tree has changes; commit them first"; exit 1; }
 	@grep -A2 -F '## [Unreleased]' CHANGELOG.md | grep -qF '## [$(VERSION)]' || { echo "nothing may stand between the \
 	headings Unreleased and $(VERSION) of CHANGELOG.md; $(VERSION) is the version in pyproject.toml"; exit 1; }
@@ -96,10 +98,16 @@ release:  ## build sdist and wheel, try the wheel in a fresh environment, and ta
 	$(PYTHON) -m venv build/release
 	build/release/bin/pip install --quiet build twine
 	build/release/bin/python -m build
+	build/release/bin/pip install --quiet --constraint requirements.lock torch
+	build/release/bin/pip install --quiet "dist/moe_ffn-$(VERSION)-py3-none-any.whl[train]"
+	PYTHONPATH=. build/release/bin/python -m moe_ffn.kernels.native --ship
+	build/release/bin/python -m build --wheel -C--build-option=--plat-name=$(PLATFORM)
+	rm -r moe_ffn/kernels/native/compiled
 	build/release/bin/twine check --strict dist/*
 	$(PYTHON) -m venv --clear build/release
 	build/release/bin/pip install --quiet --constraint requirements.lock torch
-	build/release/bin/pip install --quiet "dist/moe_ffn-$(VERSION)-py3-none-any.whl[train]"
+	build/release/bin/pip install --quiet "dist/moe_ffn-$(VERSION)-py3-none-$(PLATFORM).whl[train]"
+	cd build/release && CXX=none bin/python -m moe_ffn.kernels.native | grep -x 'the CPU kernels are compiled'
 	cd build/release && bin/moe-ffn --version | grep -F 'moe_ffn $(VERSION),'
 	cd build/release && bin/moe-ffn demo
 	cd build/release && bin/python -c "import torch; from moe_ffn import build_ffn; \

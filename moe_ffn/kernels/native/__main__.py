@@ -1,6 +1,7 @@
 """`python -m moe_ffn.kernels.native` compiles the kernels, so that the first run need not.
 
 With `--tune`, it measures other sizes on this CPU, and writes the best ones to a file that later runs read.
+With `--ship`, it compiles them for all x86-64 CPUs into the package, before a wheel is made.
 T tokens, D model width, F expert width, E experts, K experts per token, H rows of the first matrix (2 F)
 """
 
@@ -97,7 +98,13 @@ def main() -> None:
     parser.add_argument(
         "--tune", action="store_true", help="measure this CPU, in some minutes; use it alone"
     )
+    parser.add_argument(
+        "--ship", action="store_true", help="compile for a wheel that needs no compiler"
+    )
     given = parser.parse_args()
+    if given.ship:
+        print(*build.ship(), sep="\n")
+        return
     reason = build.load()
     print("the CPU kernels are compiled" if reason is None else f"the C++ kernel {reason}")
     if given.tune and reason is None:

@@ -1,6 +1,6 @@
 """Compilation of the C++ in this folder, once per machine, and loading of its operators.
 
-Nothing is compiled at installation. KEY in `native-KEY.so` is a hash of sources, torch version, compiler and
+Nothing is compiled at installation. A wheel of `make release` brings libraries for x86-64 and one version of torch. KEY in `native-KEY.so` is a hash of sources, torch version, compiler and
 flags, so different machines can share a cache. A process locks `native-KEY.lock` while it compiles.
 """
 
@@ -70,6 +70,9 @@ KINDS = {
 }
 """A row for each kind of CPU that at::vec supports."""
 
+SHIPPED = (("AVX2", False), ("AVX512", False), ("AVX512", True))
+"""Kinds of CPU that a wheel has libraries for, and whether they multiply bfloat16."""
+
 FLAGS = "-O3 -std=c++20 -shared -fPIC -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
 FLAGS_OF_GCC = (
     "-fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -pipe --param=ggc-min-heapsize=1000000"
@@ -107,6 +110,8 @@ def load() -> str | None:
     if sys.platform == "win32":
         return "is not compiled on Windows"
     try:
+        if _load_shipped():
+            return None
         compiler = _find_compiler()
         if not compiler:
             return "needs a C++ compiler: neither g++ nor clang++ was found"
@@ -122,6 +127,40 @@ def load() -> str | None:
     except (OSError, RuntimeError, ValueError) as error:
         return f"could not be compiled and loaded: {error.__cause__ or error}"
     return None
+
+
+def ship() -> list[Path]:
+    """Compile the operators for the CPUs of `SHIPPED` into this package; return the libraries.
+
+    Raises:
+        CalledProcessError: the compiler fails.
+    """
+    compiler = _find_compiler()
+    is_clang = "clang" in _run([*compiler, "--version"])
+    libraries: list[Path] = []
+    for kind, has_bfloat16 in SHIPPED:
+        flags = _cpu_flags(KINDS[kind], kind, has_bfloat16)
+        libraries.append(_shipped_library(flags))
+        libraries[-1].parent.mkdir(exist_ok=True)
+        _compile([*compiler, *_general_flags(is_clang), *flags], HERE, libraries[-1])
+    return libraries
+
+
+def _load_shipped() -> bool:
+    """Load the library that the wheel has for this CPU and torch; return whether there is one that loads."""
+    library = _shipped_library(_own_cpu_flags())
+    try:
+        if library.exists():
+            torch.ops.load_library(library)
+            return True
+    except (OSError, RuntimeError) as error:  # such as a C++ library older than that of the build
+        log.debug("%s", error)
+    return False
+
+
+def _shipped_library(cpu_flags: list[str]) -> Path:
+    version, _, _ = torch.__version__.partition("+")  # the same libraries for CPU and CUDA
+    return HERE / "compiled" / f"native-{_key([version, platform.machine(), *cpu_flags])}.so"
 
 
 def load_sizes(row: Kind) -> Any:
@@ -154,10 +193,14 @@ def _command(compiler: list[str], row: Kind | None = None) -> tuple[list[str], P
     """Return the compiler command without files, and the path of the library; see `_flags`."""
     version = _run([*compiler, "--version"])
     command = [*compiler, *_flags("clang" in version, row)]
-    inputs = [torch.__version__, platform.machine(), version, *command]
-    inputs += [(HERE / name).read_text() for name in SOURCES]
-    key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
+    key = _key([torch.__version__, platform.machine(), version, *command])
     return command, _cache_folder() / f"native-{key}.so"
+
+
+def _key(inputs: list[str]) -> str:
+    """Return a hash of the inputs and of the sources."""
+    inputs = [*inputs, *((HERE / name).read_text() for name in SOURCES)]
+    return hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
 
 
 def _cache_folder() -> Path:
@@ -202,16 +245,24 @@ def row_of_cpu() -> Kind:
 
 def _flags(is_clang: bool, row: Kind | None = None) -> list[str]:
     """Return the flags for this CPU, with the sizes of `row` or those of `row_of_cpu`."""
+    return [*_general_flags(is_clang), *_own_cpu_flags(row)]
+
+
+def _general_flags(is_clang: bool) -> list[str]:
     torch_folder = Path(torch.__file__).parent
-    kind = kind_of_cpu()
-    row = row or row_of_cpu()
     flags = [*FLAGS.split(), *([] if is_clang else FLAGS_OF_GCC.split())]
-    flags += [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
-    flags += [*row.flags.split(), *row.macros]
-    if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
-        flags.append("-mavx512bf16")
     flags += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     return [*flags, f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+
+
+def _own_cpu_flags(row: Kind | None = None) -> list[str]:
+    has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return _cpu_flags(row or row_of_cpu(), kind_of_cpu(), has_bfloat16)
+
+
+def _cpu_flags(row: Kind, kind: str, has_bfloat16: bool) -> list[str]:
+    flags = [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}", *row.flags.split(), *row.macros]
+    return [*flags, "-mavx512bf16"] if kind == "AVX512" and has_bfloat16 else flags
 
 
 def _build(command: list[str], library: Path) -> None:

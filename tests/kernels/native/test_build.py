@@ -184,6 +184,37 @@ def test_a_failure_is_not_remembered(compiler: Compiler, folder: Path, tmp_path:
     assert calls(tmp_path) == 2
 
 
+@pytest.mark.parametrize(("kind", "has_bfloat16"), build.SHIPPED)
+def test_a_wheel_has_a_library_for_each_kind_of_cpu(
+    kind: str,
+    has_bfloat16: bool,
+    compiler: Compiler,
+    loaded: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler(WRITES)
+    shutil.copytree(build.HERE, tmp_path / "wheel", ignore=shutil.ignore_patterns("*.so"))
+    monkeypatch.setattr(build, "HERE", tmp_path / "wheel")
+    libraries = dict(zip(build.SHIPPED, build.ship(), strict=True))
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kind)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bfloat16})
+    monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+cu130")
+    assert build.load() is None
+    assert loaded == [libraries[kind, has_bfloat16]]
+
+    def refuse(library: Path) -> None:
+        if library in libraries.values():
+            raise OSError(f"{library}: version `GLIBC_9.99' not found")
+        loaded.append(library)
+
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setattr(torch.ops, "load_library", refuse)
+    assert build.load() is None
+    assert loaded[1:] == [library_of(tmp_path / "c++")], "compiled here"
+
+
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], Any]] = {
     "torch": lambda patch, _: patch.setattr(torch, "__version__", "2.99.0"),
     "flags": lambda patch, _: patch.setattr(build, "FLAGS", build.FLAGS + " -g"),
