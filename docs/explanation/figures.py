@@ -378,7 +378,7 @@ def draw_over_sizes(
         points = []
         for size in ("xs", "m", "l"):
             arm = ladder().arm(f"{size}_{block}")
-            x = math.log(arm.budget.model.active_params) + 0.03 * place
+            x = math.log(arm.budget.model.active_params) + 0.06 * place
             if found := value(arm):
                 points.append((x, found[0]))
                 panel.drawing.line([panel.at(x, y) for y in found[1:]], colour, 1.5)
@@ -402,7 +402,7 @@ def draw_specialisation(panel: Panel) -> None:
         ]
 
     ours, same, other = loads(code), loads(code[len(code) // 2 :]), loads(english)
-    for name, colour, shift in (("code and English", "blue", 0), ("code and code", "mute", 0.3)):
+    for name, colour, shift in (("C++ and a licence", "blue", 0), ("C++ and C++", "mute", 0.3)):
         for layer, load in enumerate(ours):
             distance = 0.5 * (load - (other if shift == 0 else same)[layer]).abs().sum().item()
             corner, foot = panel.at(layer + 0.2 + shift, distance), panel.at(layer, 0)
@@ -421,34 +421,38 @@ def claims() -> Drawing:
 
     losses = ticks(1.7, 1.8, 1.9, 2.0, 2.1)
     flops = {x * 1e14: f"{x / 10:g}" for x in (3, 6, 9, 12)}
-    title, unit = "Loss over FLOPs, largest size", "training, 10^15 FLOPs"
+    title, unit = "Per FLOP, experts end lower", "10^15 FLOPs of training, largest size"
     draw_curves(Panel(drawing, (24, 34), title, flops, losses, unit), False)
     hours = {x * 3600.0: f"{x}" for x in (2, 3, 4, 5, 6, 7)}
-    title, unit = "Loss over time, largest size", "hours on one CPU core"
+    title, unit = "Per second, too", "hours on one CPU core, largest size"
     draw_curves(Panel(drawing, (356, 34), title, hours, losses, unit), True)
-    title, gains = "Loss minus dense, with 95 % bars", ticks(-0.1, -0.05, 0, 0.05, 0.1, form="+.2f")
+    title, gains = (
+        "Loss minus that of the best dense",
+        ticks(-0.1, -0.05, 0, 0.05, 0.1, form="+.2f"),
+    )
     panel = Panel(drawing, (688, 34), title, sizes, gains, active)
     draw_over_sizes(panel, SPARSE, lambda arm: arm.difference and arm.difference.interval)
-    title, speedups = "Speed-up to the dense loss", ticks(1.0, 1.1, 1.2, 1.3)
-    panel = Panel(drawing, (24, 304), title, sizes, speedups, active, legend=54)
+    title, shares = "Share of the cost of the dense loss", ticks(0.7, 0.8, 0.9, 1.0)
+    panel = Panel(drawing, (24, 304), title, sizes, shares, active, legend=54)
     for block, kind in product(("e8", "e32"), ("flops", "seconds")):
         (label, colour), points = SHOWN[block], []
         for size in ("m", "l"):
             arm = ladder().arm(f"{size}_{block}")
             whole = getattr(ladder().base_of(arm), f"training_{kind}")
             x = math.log(arm.budget.model.active_params)
-            points.append((x, whole / getattr(arm.reached, kind)))
+            points.append((x, getattr(arm.reached, kind) / whole))
         panel.curve(*zip(*points, strict=True), colour, "" if kind == "flops" else "5 4")
         if kind == "flops":
-            panel.label(f"{label}; dashed: in time", colour)
-    drawing.text((84, 464), "smallest size: not reached", kind="small")
-    title, loads = "Excess load of the busiest expert", ticks(0, 0.5, 1.0, 1.5, 2.0)
+            panel.label(f"{label}, FLOPs; dashed: time", colour)
+    drawing.text((84, 414), "smallest size:", kind="small")
+    drawing.text((84, 430), "not reached", kind="small")
+    title, loads = "Busiest expert: excess over even load", ticks(0, 0.5, 1.0, 1.5, 2.0)
     panel = Panel(drawing, (356, 304), title, sizes, loads, active, legend=54)
     draw_over_sizes(panel, SPARSE, lambda arm: [arm.mean("max_violation")])
     layers = {0: "", 0.5: "layer 0", 1.5: "1", 2.5: "2", 3.5: "3", 4: ""}
-    title, shares = "Share of pairs that go to other experts", ticks(0, 0.2, 0.4, 0.6)
-    panel = Panel(drawing, (688, 304), title, layers, shares, "the shipped model", legend=60)
-    draw_specialisation(panel)
+    title, moved = "Pairs at other experts, demo model", ticks(0, 0.2, 0.4, 0.6)
+    unit = "share that goes elsewhere in the other text"
+    draw_specialisation(Panel(drawing, (688, 304), title, layers, moved, unit, legend=60))
     return drawing
 
 
@@ -482,7 +486,9 @@ def draw(folder: Path) -> None:
     overview().save(
         folder / "overview.svg", "Experts of tokens, and the loss of dense and sparse models"
     )
-    claims().save(folder / "ladder.svg", "Six claims of the study ladder")
+    claims().save(
+        folder / "ladder.svg", "Five results of the study ladder, and experts of the demo"
+    )
     how = run_page("how_routing_works.md")
     positions().save(folder / "positions.svg", "Inputs that each output reads")
     memory().save(folder / "memory.svg", "A feed-forward block as a key-value memory")

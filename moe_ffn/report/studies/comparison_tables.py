@@ -53,7 +53,7 @@ def _losses(comparison: Comparison) -> Table:
         headers += ["difference", "p", "detectable"]
         legend += [
             f"difference: from {comparison.baseline}, paired, ± its 95 % interval",
-            "p: two-sided t-test of the difference, after Holm's correction",
+            "p: two-sided t-test of the difference, after Holm's correction, which intervals do not have",
             "detectable: true difference that these seeds find with 80 % power",
         ]
     if any(1 < len(arm.losses) < MIN_SEEDS for arm in comparison.arms):
