@@ -124,8 +124,9 @@ def without_adapters(module: nn.Module) -> Any:
     while not isinstance(inner, Experts) and hasattr(inner, "base_layer"):
         inner = inner.base_layer
     if type(inner).__name__ == "ModulesToSaveWrapper":
-        copies = {} if inner.disable_adapters else inner.modules_to_save
+        wrapper: Any = inner
+        copies = {} if wrapper.disable_adapters else wrapper.modules_to_save
         return next(
-            (copies[n] for n in inner.active_adapters if n in copies), inner.original_module
+            (copies[n] for n in wrapper.active_adapters if n in copies), wrapper.original_module
         )
     return inner
