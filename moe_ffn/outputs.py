@@ -244,7 +244,10 @@ class VariableKRouting(Routing):
 
     @property
     def active_N(self) -> Tensor:
-        return self.selected_N if self.mask_T is None else self.selected_N & super().active_N
+        if self.mask_T is None:
+            return self.selected_N
+        # Not `super().active_N`, a property that torch.compile cannot trace.
+        return self.selected_N & self.mask_T[self.token_indices_N]
 
     @property
     def uncomputed_N(self) -> Tensor:

@@ -261,6 +261,10 @@ class PartChecks:
             ids = getattr(routing, name)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
                 raise self.error(f"its routing has {name} that are not int64 from 0 to {end - 1}")
+        if not routing.weights_N[routing.active_N].isfinite().all():
+            raise self.error(
+                "its routing has weights_N that are NaN or infinite, although x is finite"
+            )
         if isinstance(routing, PairsOnlyRouting):
             k, ids = routing.pairs_per_token, routing.token_indices_N.tolist()
             if type(k) is not int or ids != [

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ffn
-from moe_ffn import FFNConfig, Routing, build_ffn, notebook_cards
+from moe_ffn import FFNBlock, FFNConfig, FFNOutput, Routing, TokenContext, build_ffn, notebook_cards
 
 D_MODEL = 16
 SQUARE = re.compile(r"M(\d+) (\d+)h9v9h-9z")
@@ -124,7 +124,7 @@ def test_a_routing_without_values_is_shown_as_text() -> None:
 # -- blocks
 
 
-@pytest.mark.parametrize("name", [name for name in FFNConfig.members if name != "identity"])
+@pytest.mark.parametrize("name", FFNConfig.members)
 def test_a_block_shows_its_size_and_cost(name: str) -> None:
     config = FFNConfig.model_validate(name)
     text = text_of(config.build(D_MODEL)._repr_html_())
@@ -139,10 +139,16 @@ def test_a_block_without_a_config_shows_its_parameters() -> None:
         def extra_repr(self) -> str:
             return "<b2>"
 
-    block = build_ffn("identity", D_MODEL)
-    block.inner = Odd(3, 2)
-    text = text_of(block._repr_html_())
-    assert text.startswith("IdentityFFN parameters 8 modules")
+    class Bare(FFNBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Odd(3, 2)
+
+        def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+            return FFNOutput(x)
+
+    text = text_of(Bare()._repr_html_())
+    assert text.startswith("Bare parameters 8 modules")
     assert "<b2>" in text
 
 

@@ -143,6 +143,15 @@ def test_the_number_of_experts_is_asked_for_where_no_table_has_it() -> None:
         routing_of_pairs(torch.ones(3, 1), ids, None, None, TokenContext())
 
 
+def test_a_router_that_lists_its_pairs_in_another_shape_gets_both_shapes() -> None:
+    scores_TE = torch.ones(3, 4)
+    largest_T, ids_T = scores_TE.max(dim=-1)
+    with pytest.raises(ValueError, match=r"of one shape \(T, K\), but got \(3,\) and \(3,\)$"):
+        routing_of_pairs(largest_T, ids_T, scores_TE, scores_TE, TokenContext())
+    with pytest.raises(ValueError, match=r"of one shape \(T, K\), but got \(3, 4\) and \(3, 1\)$"):
+        routing_of_pairs(scores_TE, ids_T[:, None], scores_TE, scores_TE, TokenContext())
+
+
 def test_an_output_used_as_a_tensor_names_hidden() -> None:
     x, ffn = torch.zeros(2, 3, 8), build_ffn("swiglu", d_model=8)
     uses: list[Callable[[Any], Any]] = [

@@ -149,6 +149,8 @@ class CosineRouter(LinearRouter):
         logits_TE = self.logits(x_TD) / (1 if mistake == "auxiliary" else temperature)
         scores_TE = logits_TE.softmax(dim=-1)
         weights_TK, ids_TK = scores_TE.topk(self.config.k, dim=-1)
+        if mistake == "nan":
+            weights_TK = weights_TK / (ids_TK > 0)
         if mistake == "auxiliary":  # the temperature learns only from the balancing losses
             scores_TE = (logits_TE / temperature).softmax(dim=-1)
         return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context)
@@ -167,6 +169,11 @@ class CosineRouter(LinearRouter):
             "'tests.test_testing:CosineConfig': its parameter log_temperature gets no gradient; compute the "
             r"tensors of its routing from it, without detach\(\) or no_grad\(\), or set its requires_grad "
             "to False",
+        ),
+        (
+            {"mistake": "nan"},
+            "'tests.test_testing:CosineConfig': its routing has weights_N that are NaN or infinite, "
+            "although x is finite",
         ),
         (
             {"k": 5},

@@ -6,7 +6,7 @@ T tokens, D model width
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -116,3 +116,17 @@ class Experts(nn.Module, ABC):
     def weights(self) -> ExpertWeights | None:
         """Return the parameters (no copies) of E networks with hidden units; None for other kinds."""
         return None
+
+
+def without_adapters(module: nn.Module) -> Any:
+    """Return the module that adapters of peft wrap, or the copy that they train in its place."""
+    inner: Any = module
+    while not isinstance(inner, Experts) and hasattr(inner, "base_layer"):
+        inner = inner.base_layer
+    if type(inner).__name__ == "ModulesToSaveWrapper":
+        wrapper: Any = inner
+        copies = {} if wrapper.disable_adapters else wrapper.modules_to_save
+        return next(
+            (copies[n] for n in wrapper.active_adapters if n in copies), wrapper.original_module
+        )
+    return inner

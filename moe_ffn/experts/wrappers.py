@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
 from moe_ffn.config.sizes import linear_flops, linear_params
-from moe_ffn.experts.base import Experts, ExpertsConfig
+from moe_ffn.experts.base import Experts, ExpertsConfig, without_adapters
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.kernels.base import check_dtype, combine
 from moe_ffn.outputs import Plan
@@ -95,13 +95,13 @@ class ExpertsWrapper(Experts):
 
     @property
     def innermost(self) -> Experts:
-        return self.experts.innermost
+        return without_adapters(self.experts).innermost
 
     def before_dispatch(self, x_TD: Tensor) -> Tensor:
-        return self.experts.before_dispatch(x_TD)
+        return without_adapters(self.experts).before_dispatch(x_TD)
 
     def after_combine(self, y_TD: Tensor) -> Tensor:
-        return self.experts.after_combine(y_TD)
+        return without_adapters(self.experts).after_combine(y_TD)
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         return self.experts(x_TD, plan)

@@ -39,7 +39,7 @@ class IdentityConfig(FFNConfig, frozen=True):
         return None
 
     def build(self, d_model: int) -> FFNBlock:
-        return IdentityFFN(d_model)
+        return IdentityFFN(self, d_model)
 
     def num_params(self, d_model: int) -> int:
         return 0
@@ -162,8 +162,9 @@ class ConvConfig(HiddenWidthConfig, frozen=True):
 class IdentityFFN(FFNBlock):
     """Returns zero, so a sublayer with a residual connection is the identity."""
 
-    def __init__(self, d_model: int) -> None:
+    def __init__(self, config: IdentityConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.d_model = d_model
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_ffn.config.base import MAX_COUNT, describe_options, errors_at
 from moe_ffn.config.errors import Unsupported, UseCase, first_unsupported
 from moe_ffn.config.option_tree import show_value
-from moe_ffn.experts.base import Experts, ExpertsConfig
+from moe_ffn.experts.base import ExpertsConfig, without_adapters
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import (
     OWN_ROUTING,
@@ -203,27 +203,20 @@ class MoEFFN(FFNBlock):
         x_TD = x.reshape(-1, self.d_model)
         routing = self.capacity.apply_to(routing, training=self.training)
         plan = self.make_plan(routing, self.num_experts)
-        sent = self.dispatcher.dispatch(self._experts_without_adapters.before_dispatch(x_TD), plan)
+        experts = without_adapters(self.experts)
+        sent = self.dispatcher.dispatch(experts.before_dispatch(x_TD), plan)
         # Computed here, so that it overlaps with the exchange of tokens.
         shared = self._shared(x, context)
         y_TD = sent.combine(self.experts(sent.rows(), sent.plan))
-        y_TD = self._experts_without_adapters.after_combine(y_TD)
+        y_TD = experts.after_combine(y_TD)
         y_TD = self._with_zero_computation(y_TD, x_TD, routing)
         output = FFNOutput(y_TD.to(x.dtype).view_as(x), {OWN_ROUTING: routing})
         return self._with_shared(output, shared, x, context)
 
     def reject_vmap(self, x: Tensor) -> None:
         """Raise ValueError for tensors batched by torch.func.vmap, unless the experts are table rows."""
-        if is_transform_on() and not self.experts.are_embeddings:
+        if is_transform_on() and not without_adapters(self.experts).are_embeddings:
             reject_vmap(x, self.parameters())
-
-    @property
-    def _experts_without_adapters(self) -> Experts:
-        """The experts without the adapters that peft wraps around them."""
-        experts: Any = self.experts
-        while not isinstance(experts, Experts):
-            experts = experts.base_layer
-        return experts
 
     def _shared(self, x: Tensor, context: TokenContext | None) -> Tensor | None:
         return None if self.shared_expert is None else self.shared_expert(x, context).hidden

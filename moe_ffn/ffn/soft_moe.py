@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import Unsupported, UseCase
 from moe_ffn.config.sizes import linear_flops
-from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.experts.base import ExpertsConfig, without_adapters
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, check_input, flatten_tokens
 from moe_ffn.kernels.base import is_transform_on, reject_vmap, without_autocast
@@ -138,5 +138,7 @@ class SoftMoEFFN(FFNBlock):
         ends_E = torch.arange(1, num_experts + 1, device=device) * num_rows
         ids_N = torch.arange(num_experts * num_rows, device=device)
         weights_N = torch.ones(num_experts * num_rows, device=device)
-        y_ND = self.experts.run(slots_ND, Plan(ids_N, weights_N, ends_E.to(torch.int32), ids_N))
+        plan = Plan(ids_N, weights_N, ends_E.to(torch.int32), ids_N)
+        experts = without_adapters(self.experts)
+        y_ND = experts.after_combine(self.experts(experts.before_dispatch(slots_ND), plan))
         return rearrange(y_ND, "(e b p) d -> b (e p) d", e=num_experts, p=p)

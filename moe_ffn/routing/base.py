@@ -442,6 +442,11 @@ def routing_of_pairs(
         kind: class of the routing, such as `VariableKRouting`.
         fields: other fields of that class, such as `selected_N`.
     """
+    if expert_ids_TK.ndim != 2 or weights_TK.shape != expert_ids_TK.shape:
+        raise ValueError(
+            "routing_of_pairs takes weights_TK and expert_ids_TK of one shape (T, K), but got "
+            f"{tuple(weights_TK.shape)} and {tuple(expert_ids_TK.shape)}"
+        )
     num_tokens, k = expert_ids_TK.shape
     if num_experts is None:
         if logits_TE is None:

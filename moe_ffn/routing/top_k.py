@@ -269,7 +269,8 @@ class BaseTopKRouter(LinearRouter):
             return chosen_TK
         end = first_always + config.num_always
         always = torch.arange(first_always, end, device=chosen_TK.device)
-        return torch.cat([chosen_TK, always.expand(len(chosen_TK), -1)], dim=-1)
+        # Not `len(chosen_TK)`: torch.export would fix the number of tokens.
+        return torch.cat([chosen_TK, always.expand(chosen_TK.shape[0], -1)], dim=-1)
 
     def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
         """Return the weights (T, K): the experts' scores, renormalised if configured, times the scales."""

@@ -84,6 +84,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     **{member: {"type": member} for member in FFNConfig.members},
     **{f"moe-{experts}": moe(experts={"type": experts}) for experts in OF_TABLES},
     "depths-relu": {"type": "mixture_of_depths", "router": {"type": "relu", "k": 0.5}},
+    "moe-always": moe(router={"type": "top_k", "num_always": 1}),
     **SPARSE,
 }
 
@@ -287,7 +288,7 @@ QUICK = {
     ("moe", "cpu"),
     ("depths-moe", "auto"),
 }
-QUICK_IN_GRAPHS = {("dense", "auto"), ("moe", "auto"), ("moe", "loop")}
+QUICK_IN_GRAPHS = {("dense", "auto"), ("moe", "auto"), ("moe", "loop"), ("moe-always", "auto")}
 
 
 def every(*whats: str) -> Any:
@@ -411,6 +412,16 @@ def test_a_capacity_is_fixed_in_a_graph_that_leaves_sizes_open() -> None:
         assert dropped_N.any()
         assert torch.equal(got.routings["routing"].dropped_N, dropped_N)
         assert_close([got.hidden], [wanted.hidden])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["moe", "moe-relu", "mixture_of_depths"])
+def test_a_compiled_block_leaves_padding_out(name: str) -> None:
+    torch.compiler.reset()
+    block, x = build(name, "auto"), tokens()
+    context = TokenContext(mask=torch.arange(SHAPE[1]) < torch.tensor([[6], [3]]))
+    whole: Any = torch.compile(block, backend="eager", fullgraph=True)
+    assert_close([whole(x, context).hidden], [block(x, context).hidden])
 
 
 @pytest.mark.slow

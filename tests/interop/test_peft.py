@@ -222,6 +222,46 @@ def test_our_kernels_compute_what_peft_does(kind: str) -> None:
         assert torch.equal(grad.view(8, -1).any(dim=1), torch.arange(8) < 6)
 
 
+WRAPPED: dict[str, Any] = {
+    "latent": {"type": "moe", "experts": {"type": "latent", "width": 8}},
+    "normed": {"type": "moe", "experts": {"type": "normed", "input": {}, "each": {}}},
+    "soft": "soft_moe",
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize("fused", [False, True], ids=["peft", "fused"])
+def test_experts_inside_other_parts_are_adapted_and_merged(kind: str, fused: bool) -> None:
+    block = build_ffn(WRAPPED[kind], D_MODEL).double().eval()
+    model = with_lora(block, ["experts.gate_up", "experts.down"])
+    if fused:
+        fuse_adapters(model)
+    x = torch.randn(1, 3, D_MODEL, dtype=torch.float64)
+    y = model(x).hidden
+    assert not torch.allclose(y, disabled(model, x))
+    torch.testing.assert_close(model.merge_and_unload()(x).hidden, y)
+
+
+@pytest.mark.parametrize("kind", ["latent", "soft"])
+def test_experts_may_be_trained_as_a_whole(kind: str) -> None:
+    ffn = {"type": "biased", "ffn": WRAPPED[kind]}
+    block = nn.ModuleDict({"ffn": build_ffn(ffn, D_MODEL), "head": nn.Linear(D_MODEL, D_MODEL)})
+    config = peft.LoraConfig(target_modules=["head"], modules_to_save=["ffn.experts"])
+    model: Any = peft.get_peft_model(block, config).base_model.model["ffn"]
+    x = torch.randn(1, 3, D_MODEL)
+    before = model(x).hidden
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "experts" in name:
+                parameter.mul_(2)
+    assert not torch.allclose(model(x).hidden, before)
+
+
+def disabled(model: Any, x: Tensor) -> Tensor:
+    with model.disable_adapter():
+        return model(x).hidden
+
+
 @pytest.mark.usefixtures("without_adapted_weights")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_transformers_compute_what_peft_does(family: str) -> None:

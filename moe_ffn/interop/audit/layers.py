@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.experts.base import Experts
+from moe_ffn.experts.base import Experts, without_adapters
 from moe_ffn.ffn.base import FFNBlock, layer_name
 from moe_ffn.interop.routings import is_experts, layer_of
 
@@ -145,20 +145,6 @@ def _is_experts(path: str, module: nn.Module) -> bool:
 def listed(experts: nn.Module) -> list[nn.Module]:
     """Return the experts of a list, which may also contain a dropout, as in NLLB-MoE."""
     return [part for part in experts.children() if any(True for _ in part.parameters())]
-
-
-def without_adapters(module: nn.Module) -> nn.Module:
-    """Return the module that adapters of peft wrap, or the copy that they train in its place."""
-    inner: Any = module
-    while hasattr(inner, "base_layer") and not isinstance(inner, Experts):
-        inner = inner.base_layer
-    if type(inner).__name__ == "ModulesToSaveWrapper":
-        wrapper: Any = inner
-        copies = wrapper.modules_to_save
-        return next(
-            (copies[n] for n in wrapper.active_adapters if n in copies), wrapper.original_module
-        )
-    return inner
 
 
 def _layer(

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ffn.experts.base import without_adapters
 from moe_ffn.interop.audit.findings import LEFT_OUT, STRUCTURE, Finding, places
-from moe_ffn.interop.audit.layers import SparseLayer, without_adapters
+from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe
 from moe_ffn.interop.swap import SwappedFFN
 from moe_ffn.model.decoder import Decoder
