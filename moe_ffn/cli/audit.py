@@ -204,10 +204,12 @@ def _adapter(
     named = base_of_adapter(folder)
     base = base or (None if named is None else Path(named))
     if base is None or not base.is_dir():
-        raise ConfigError(
-            f"'{folder}' is an adapter for '{named}', which is not a folder here; give the folder of that "
-            "model with --base"
+        whose = (
+            f"is an adapter for '{named}', which is not a folder here"
+            if named
+            else "names no base model"
         )
+        raise ConfigError(f"'{folder}' {whose}; give the folder of that model with --base")
     target = load_target(base, text, num_tokens, trust_code=trust_code)
     adapted = load_adapter(folder, target.model, base, is_trainable=True)
     findings = [

@@ -197,6 +197,14 @@ def far_base(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     return (tmp_path / "adapter",)
 
 
+def no_base(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    """As peft saves an adapter of our models, or of a model that was not read from a folder."""
+    adapter_for(folder, tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace(f'"{folder}"', "null"))
+    return (tmp_path / "adapter",)
+
+
 def short_text(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     (tmp_path / "text").write_text("a")
     return folder, Path("--text"), tmp_path / "text"
@@ -225,6 +233,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
         "has 'model.layers.0.mlp.experts.1.down_proj.weight' as (33, 24), but other experts have (32, 24)",
     ),
     "base is elsewhere": (far_base, "is an adapter for 'some/model', which is not a folder here"),
+    "base is unknown": (no_base, "names no base model; give the folder of that model with --base"),
     "base of a model": (
         lambda folder, tmp_path: (folder, Path("--base"), folder),
         "is not an adapter of peft, which has adapter_config.json; leave it out",
