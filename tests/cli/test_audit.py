@@ -183,6 +183,10 @@ def wider(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     return tmp_path / "adapter", Path("--base"), other
 
 
+def another_tokenizer(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    return (save(tmp_path / "small", vocab_size=64),)
+
+
 def dense(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     sizes = {"vocab_size": 257, "max_position_embeddings": 64}
     theirs.make("llama", sizes).save_pretrained(tmp_path / "dense")
@@ -214,6 +218,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
     "dense": (
         dense,
         "LlamaForCausalLM has no sparse layer: none of our blocks, and no module of experts",
+    ),
+    "another tokenizer": (
+        another_tokenizer,
+        "but the vocabulary has 64 tokens; copy the tokenizer of",
     ),
     "another base": (wider, "is not an adapter for"),
     "a tensor of one expert": (
