@@ -24,6 +24,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from moe_ffn.cli.exit import EXIT_FAILED
+from moe_ffn.cli.generate import load_decoder
 from moe_ffn.cli.parser import (
     Parser,
     json_file,
@@ -47,13 +48,14 @@ from moe_ffn.interop.load_models import (
     load_hf_tokenizer,
     load_with_info,
     max_length_of,
+    require_known_ids,
 )
 from moe_ffn.report.html import render
 from moe_ffn.report.inspect.text import text_of_run
 from moe_ffn.runs.reader import load_run
 from moe_ffn.runs.texts import read_text_bytes
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
+from moe_ffn.weights.pretrained import is_model_folder
 
 STYLES: dict[Verdict, str] = {"fail": "bold red", "warn": "yellow", "pass": "green", "skip": "dim"}
 """Verdict -> style in the terminal."""
@@ -158,10 +160,12 @@ def load_target(
         model, info = load_with_info(folder, accepts_encoder=True)
         encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
         batch = _batch(encode, text, num_tokens, max_length_of(model))
+        vocab_size = model.get_input_embeddings().num_embeddings
+        require_known_ids(batch[0].flatten().tolist(), vocab_size, folder)
         return Target(model, *batch, _loading(info))
     if is_model_folder(folder):
-        model = load_pretrained(folder, trust_code=trust_code)
-        tokenizer, objective = load_tokenizer(folder), None
+        model, tokenizer = load_decoder(folder, trust_code=trust_code)
+        objective = None
     else:
         run = load_run(folder, trust_code=trust_code)
         model, tokenizer, objective = run.model, run.tokenizer, run.config.objective
@@ -204,10 +208,12 @@ def _adapter(
     named = base_of_adapter(folder)
     base = base or (None if named is None else Path(named))
     if base is None or not base.is_dir():
-        raise ConfigError(
-            f"'{folder}' is an adapter for '{named}', which is not a folder here; give the folder of that "
-            "model with --base"
+        whose = (
+            f"is an adapter for '{named}', which is not a folder here"
+            if named
+            else "names no base model"
         )
+        raise ConfigError(f"'{folder}' {whose}; give the folder of that model with --base")
     target = load_target(base, text, num_tokens, trust_code=trust_code)
     adapted = load_adapter(folder, target.model, base, is_trainable=True)
     findings = [

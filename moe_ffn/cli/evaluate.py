@@ -31,6 +31,7 @@ from rich.table import Table
 from torch import Tensor
 
 from moe_ffn.cli.command_line import parse_overrides
+from moe_ffn.cli.generate import load_decoder
 from moe_ffn.cli.parser import (
     Parser,
     json_file,
@@ -62,12 +63,7 @@ from moe_ffn.training.distillation import ANSWERS_SUFFIX, StoredAnswers, digests
 from moe_ffn.training.evaluation import Evaluation, evaluate, strided_batches, top_answers
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.init_from import sha256_of_weights
-from moe_ffn.weights.pretrained import (
-    is_model_folder,
-    load_pretrained,
-    load_tokenizer,
-    naming_failures,
-)
+from moe_ffn.weights.pretrained import is_model_folder, naming_failures
 
 _DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
 """Options that `--data config.yaml` sets; tokenizer and window length come from the model."""
@@ -296,13 +292,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> Model:
-    tokenizer = load_tokenizer(folder)
-    decoder = load_pretrained(folder, trust_code=trust_code).to(device)
-    if tokenizer.vocab_size > decoder.embedding.num_embeddings:
-        raise ConfigError(
-            f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
-            f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
-        )
+    decoder, tokenizer = load_decoder(folder, trust_code=trust_code)
     if not decoder.config.causal:
         raise ConfigError(
             f"'{folder}' has model.causal (false), but no masked fraction (objective.masked_fraction); give "
@@ -310,7 +300,9 @@ def read_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -
         )
     dtype = decoder.embedding.weight.dtype
     precision = "bf16-true" if dtype == torch.bfloat16 else f"{8 * dtype.itemsize}-true"
-    return Model(folder, decoder, tokenizer, ObjectiveConfig().masked_fraction, precision, None)
+    return Model(
+        folder, decoder.to(device), tokenizer, ObjectiveConfig().masked_fraction, precision, None
+    )
 
 
 def model_of_run(run: Run, device: torch.device) -> Model:

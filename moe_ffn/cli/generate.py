@@ -34,7 +34,12 @@ from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, encode_text, stream_texts
-from moe_ffn.weights.pretrained import is_model_folder, load_pretrained, load_tokenizer
+from moe_ffn.weights.pretrained import (
+    TOKENIZER_FILE,
+    is_model_folder,
+    load_pretrained,
+    load_tokenizer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +106,13 @@ def main(argv: Sequence[str]) -> int:
 def load_decoder(folder: Path, *, trust_code: bool) -> tuple[Decoder, Tokenizer]:
     """Load a model folder, or the best weights of a run, and its tokenizer."""
     if is_model_folder(folder):
-        return load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
+        decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
+        if tokenizer.vocab_size > decoder.embedding.num_embeddings:
+            raise ConfigError(
+                f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
+                f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
+            )
+        return decoder, tokenizer
     with accepting_code(trust_code):
         run = load_model(folder)
     return run.decoder, run.tokenizer

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from einops import rearrange, repeat
@@ -259,6 +260,17 @@ class PositionEncoding:
 class Positions(PositionEncoding, nn.Module):
     """Encoding of tokens at positions 0, 1, 2 and so on."""
 
+    def tables(self) -> dict[str, Tensor]:
+        """Compute the buffers that the config determines, in float32; no checkpoint stores them."""
+        return {}
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        # A table that was bfloat16 and becomes float32 would stay as coarse as it was.
+        for name, table in self.tables().items():
+            setattr(self, name, table.to(getattr(self, name)))
+        return self
+
     def at(self, positions: slice | Tensor) -> PositionEncoding:
         """Return the encoding at a slice of positions, or at the positions of each row, int64 (B, S)."""
         return self
@@ -300,15 +312,20 @@ class Rotary(Positions):
 
     def __init__(self, config: RotaryConfig, head_dim: int, max_seq_len: int) -> None:
         super().__init__()
-        frequencies_F, magnitude = config.frequencies(head_dim), 1.0
-        if (scaling := config.scaling) is not None:
-            frequencies_F = scaling.scale(frequencies_F, config.base)
-            magnitude, self.score_factor = scaling.magnitude, scaling.score_factor
-        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies_F)
+        self.config, self.head_dim, self.max_seq_len = config, head_dim, max_seq_len
+        if config.scaling is not None:
+            self.score_factor = config.scaling.score_factor
+        for name, table in self.tables().items():
+            self.register_buffer(name, table, persistent=False)
+
+    def tables(self) -> dict[str, Tensor]:
+        frequencies_F, magnitude = self.config.frequencies(self.head_dim), 1.0
+        if (scaling := self.config.scaling) is not None:
+            frequencies_F = scaling.scale(frequencies_F, self.config.base)
+            magnitude = scaling.magnitude
+        angles = torch.outer(torch.arange(self.max_seq_len, dtype=torch.float64), frequencies_F)
         angles = repeat(angles, "s half -> s (two half)", two=2).float()
-        # Not stored in checkpoints, since the config determines them.
-        self.register_buffer("cos", angles.cos() * magnitude, persistent=False)
-        self.register_buffer("sin", angles.sin() * magnitude, persistent=False)
+        return {"cos": angles.cos() * magnitude, "sin": angles.sin() * magnitude}
 
     def rotate(self, x_BHSd: Tensor) -> Tensor:
         return self.at(slice(x_BHSd.shape[-2])).rotate(x_BHSd)
@@ -327,10 +344,14 @@ class Sinusoidal(Positions):
 
     def __init__(self, d_model: int, max_seq_len: int) -> None:
         super().__init__()
-        frequencies = 10_000 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
-        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
+        self.d_model, self.max_seq_len = d_model, max_seq_len
+        self.register_buffer("table_SD", self.tables()["table_SD"], persistent=False)
+
+    def tables(self) -> dict[str, Tensor]:
+        exponents = -torch.arange(0, self.d_model, 2, dtype=torch.float64) / self.d_model
+        angles = torch.outer(torch.arange(self.max_seq_len, dtype=torch.float64), 10_000**exponents)
         table_SD = rearrange([angles.sin(), angles.cos()], "two s half -> s (half two)").float()
-        self.register_buffer("table_SD", table_SD, persistent=False)
+        return {"table_SD": table_SD}
 
     def embed(self, x_BSD: Tensor) -> Tensor:
         return self.at(slice(x_BSD.shape[-2])).embed(x_BSD)

@@ -183,6 +183,10 @@ def wider(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     return tmp_path / "adapter", Path("--base"), other
 
 
+def another_tokenizer(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    return (save(tmp_path / "small", vocab_size=64),)
+
+
 def dense(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     sizes = {"vocab_size": 257, "max_position_embeddings": 64}
     theirs.make("llama", sizes).save_pretrained(tmp_path / "dense")
@@ -197,6 +201,14 @@ def far_base(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     return (tmp_path / "adapter",)
 
 
+def no_base(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    """As peft saves an adapter of our models, or of a model that was not read from a folder."""
+    adapter_for(folder, tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace(f'"{folder}"', "null"))
+    return (tmp_path / "adapter",)
+
+
 def short_text(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     (tmp_path / "text").write_text("a")
     return folder, Path("--text"), tmp_path / "text"
@@ -206,6 +218,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
     "dense": (
         dense,
         "LlamaForCausalLM has no sparse layer: none of our blocks, and no module of experts",
+    ),
+    "another tokenizer": (
+        another_tokenizer,
+        "but the vocabulary has 64 tokens; copy the tokenizer of",
     ),
     "another base": (wider, "is not an adapter for"),
     "a tensor of one expert": (
@@ -225,6 +241,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
         "has 'model.layers.0.mlp.experts.1.down_proj.weight' as (33, 24), but other experts have (32, 24)",
     ),
     "base is elsewhere": (far_base, "is an adapter for 'some/model', which is not a folder here"),
+    "base is unknown": (no_base, "names no base model; give the folder of that model with --base"),
     "base of a model": (
         lambda folder, tmp_path: (folder, Path("--base"), folder),
         "is not an adapter of peft, which has adapter_config.json; leave it out",

@@ -114,6 +114,9 @@ MISTAKES = {
     "generate run --prompt aaaaaaaaaaaaaaaaa": (
         "--prompt: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a shorter text"
     ),
+    "generate small --prompt a": (
+        "'small': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model"
+    ),
     "generate run --prompt ''": "prompt: must not be empty...",
     "generate run --prompt a --stop ''": "stop.0: must not be empty...",
     "generate run --prompt a --top-p 1.5": "top_p: must be at most 1.0, got 1.5",

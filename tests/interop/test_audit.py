@@ -1158,6 +1158,42 @@ def test_a_router_that_balances_itself_needs_no_loss(router: str, needs_a_loss: 
     assert ("balancing" in problems(report)) is needs_a_loss, report
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "sentence"),
+    [
+        ("qwen3_moe", {}, "has a gradient, no other has one, and the router learns"),
+        ("qwen3_moe", {"target_parameters": BOTH}, "has a gradient, and no other has one"),
+        (
+            "qwen2_moe",
+            {"target_modules": "all-linear"},
+            "the shared expert learns; the experts do not",
+        ),
+    ],
+)
+def test_only_what_is_trained_is_said_to_learn(
+    family: str, options: dict[str, Any], sentence: str
+) -> None:
+    model = healthy(family)
+    if options:
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, **{"target_modules": [], **options})
+        )
+    (learned,) = {f.sentence for f in audit(model, batch()).findings if f.check == "learning"}
+    assert learned.endswith(sentence)
+
+
+def test_scores_that_only_bfloat16_makes_equal_are_blamed_on_it() -> None:
+    case = a_model_in_bfloat16()
+    with torch.no_grad():
+        weight_ED = router_of(case).weight
+        weight_ED[1:] = weight_ED[:1] + weight_ED[1:] / 64  # close scores
+    warnings = [f for f in audit(case.model, case.batch).warnings if f.check == "precision"]
+    assert "layer_01" in {warned.place for warned in warnings}
+    for warned in warnings:
+        assert "if the router is computed in another precision" in warned.sentence
+        assert warned.advice.startswith("the router is in bfloat16")
+
+
 def test_forty_defects_or_more_are_planted() -> None:
     assert sum(map(len, DEFECTS.values())) + len(LOSSES) >= 40
 

@@ -123,6 +123,19 @@ def test_every_member_either_embeds_or_rotates(member: str) -> None:
     assert positions.rotate(heads.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("member", ["rope", "sinusoidal"])
+def test_tables_do_not_keep_the_rounding_of_an_earlier_dtype(member: str) -> None:
+    """`load_pretrained` reads a model in bfloat16; `.float()` then computes with exact angles."""
+    built = PositionsConfig.model_validate(member).build(8, 8, 64)
+    exact = {name: table.clone() for name, table in built.named_buffers()}
+    for name, table in built.bfloat16().named_buffers():
+        assert torch.equal(table, exact[name].bfloat16())
+    for name, table in built.float().named_buffers():
+        assert torch.equal(table, exact[name])
+    for name, table in built.to_empty(device="cpu").named_buffers():
+        assert torch.equal(table, exact[name])
+
+
 @pytest.mark.parametrize("member", PositionsConfig.members)
 def test_tables_are_in_no_checkpoint(member: str) -> None:
     config = PositionsConfig.model_validate(member)

@@ -146,9 +146,17 @@ def check_gradients(probe: Probe) -> Iterator[Finding]:
         ]
         yield from problems
         if not problems and any(p.requires_grad for p in layer.parameters.values()):
-            yield LEARNING.at(layer.name).passes(
-                "each expert that changed the loss has a gradient, no other has one, and the router learns"
-            )
+            yield LEARNING.at(layer.name).passes(_learned(layer))
+
+
+def _learned(layer: SparseLayer) -> str:
+    """Return what learns in a layer, of which an adapter may train a part."""
+    experts = (tensor.parameter for tensor in (*layer.weights, *layer.adapters))
+    has_router = any(parameter.requires_grad for parameter in layer.routers.values())
+    if any(parameter.requires_grad for parameter in experts):
+        others = "no other has one, and the router learns" if has_router else "and no other has one"
+        return f"each expert that changed the loss has a gradient, {others}"
+    return f"the {'router' if has_router else 'shared expert'} learns; the experts do not"
 
 
 def _keep_outputs(

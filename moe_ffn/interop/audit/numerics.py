@@ -81,15 +81,22 @@ def check_precision(layer: SparseLayer, calls: RecordedCalls) -> Iterator[Findin
         chosen = _chosen(output)
         if chosen is None or not any(True for _ in router.parameters()):
             continue  # a table of experts has no scores
-        flips = {
-            dtype_name(dtype): share
+        outputs = {
+            dtype_name(dtype): _output_in(dtype, router, args, kwargs)
             for dtype in (torch.bfloat16, torch.float32, torch.float64)
-            if (share := _flips(chosen, router, args, kwargs, dtype)) is not None
+        }
+        flips = {
+            name: share
+            for name, other in outputs.items()
+            if (share := _flips(chosen, _chosen(other))) is not None
         }
         if not flips:
             continue
         check = PRECISION.at(layer.name)
-        if (tied := _share_of_ties(output)) > MAX_FLIPS:
+        # A router in bfloat16 makes scores equal that differ in float32.
+        if (
+            tied := _share_of_ties(outputs["float32"] if "float32" in flips else output)
+        ) > MAX_FLIPS:
             yield check.warns(
                 f"{tied:.0%} of the tokens have equal scores at the border between chosen and other experts",
                 "the order of experts decides; look for a router that is zero, clamped or quantised",
@@ -123,24 +130,23 @@ def _chosen(output: Any) -> Tensor | None:
     return chosen_TE.scatter_(1, ids.long(), value=True)
 
 
-def _flips(
-    chosen_TE: Tensor,
-    router: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtype: torch.dtype,
-) -> float | None:
-    """Return the share of tokens with other experts when the router runs in `dtype`; None if it cannot."""
+def _output_in(
+    dtype: torch.dtype, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return the output of a router that runs in `dtype`; None if it cannot."""
     try:
         other = copy.deepcopy(router).to(dtype)
         with torch.no_grad():
-            output = other(
+            return other(
                 *(_in_dtype(value, dtype) for value in args),
                 **{name: _in_dtype(value, dtype) for name, value in kwargs.items()},
             )
     except (RuntimeError, ValueError, TypeError):  # a router that fixes its dtype
         return None
-    again_TE = _chosen(output)
+
+
+def _flips(chosen_TE: Tensor, again_TE: Tensor | None) -> float | None:
+    """Return the share of tokens with other experts; None if the choices cannot be compared."""
     if again_TE is None or again_TE.shape != chosen_TE.shape:
         return None
     return (again_TE != chosen_TE).any(dim=-1).double().mean().item()
