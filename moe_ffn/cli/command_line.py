@@ -41,6 +41,7 @@ Options by path, with their current values. Each is both a key of the YAML file 
 `type` drops the options of the old type."""
 
 COMMON_OPTIONS = (
+    "method.type",
     "model.ffn.type",
     "model.ffn.num_experts",
     "model.ffn.router.type",

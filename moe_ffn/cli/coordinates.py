@@ -1,7 +1,7 @@
 """Check whether a learning rate transfers to larger models: show how activations, and their changes in the
 first steps of training, depend on the size of the model.
 
-moe-ffn coordinates --config FILE [--sizes 64 128 256] [--option model.num_layers] [--html FILE]
+    moe-ffn coordinates --config FILE [--sizes 64 128 256] [--option model.num_layers] [--html FILE]
 
 Each size is trained for a few steps at the peak learning rate, on the same batches. The slope is the exponent
 a of values proportional to size^a. If the changes of the residual stream and of the logits have slopes near
@@ -59,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_flags(parser: Parser) -> None:
+    parser.description = __doc__
     parser.add(
         "--option OPTION",
         "option that sets the size, such as model.num_layers or model.ffn.num_experts (%(default)s)",

@@ -1,8 +1,8 @@
 """Evaluate a trained model on a text or on tasks of lm-eval. On a text: loss (in nats, as perplexity and in
 bits per byte), and the routing of the sparse layers.
 
-moe-ffn evaluate runs/NAME [--data FILE] [--stride N] [--json FILE]
-moe-ffn evaluate runs/NAME [runs/OTHER ...] --k 1..8 [--html FILE]
+    moe-ffn evaluate runs/NAME [--data FILE] [--stride N] [--json FILE]
+    moe-ffn evaluate runs/NAME [runs/OTHER ...] --k 1..8 [--html FILE]
 
 The default text is the run's validation split, in the windows of its validations. The text of --data is read
 whole, and each token except the first is predicted once. To evaluate on another validation split, name its
@@ -10,7 +10,7 @@ corpus (--data.corpus.type text --data.corpus.paths books) or a config that name
 
 --k evaluates with other numbers of experts per token, and prints loss and cost of each.
 
-moe-ffn evaluate runs/TEACHER --store-answers FILE.safetensors [--top N]
+    moe-ffn evaluate runs/TEACHER --store-answers FILE.safetensors [--top N]
 
 --store-answers stores the likeliest next tokens at each position of the training split, as predicted by this
 model. Other runs on the same text learn from the file: --objective.distill.teacher FILE.safetensors.

@@ -1,6 +1,6 @@
 """Make a model from trained models without training, and write it as a model folder.
 
-moe-ffn initialise --source runs/dense --output models/sparse --method.type upcycle
+    moe-ffn initialise --source runs/dense --output models/sparse --method.type upcycle
 
 `moe-ffn train --init_from models/sparse` starts a run from this model.
 """
@@ -116,6 +116,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_flags(parser: Parser) -> None:
+    parser.description = __doc__
     parser.add(
         "--source FOLDER",
         "trained model: a model folder, or a run (its best weights); several for mix",

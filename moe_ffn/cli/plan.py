@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_flags(parser: Parser) -> None:
+    parser.description = __doc__
     meaning = "number of GPUs, each with one process (%(default)s)"
     parser.add("--gpus N", meaning, type=whole(1, MAX_RANKS), default=8)
     parser.add("--gpu NAME", f"{', '.join(DEVICES)} (%(default)s)", default="h100")

@@ -86,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_flags(parser: Parser) -> None:
+    parser.description = __doc__
     parser.add("--source FOLDER", "model folder or folder of a run", type=str)
     parser.add("--json FILE", "also write the losses to a JSON file", type=json_file)
     parser.add_trust()

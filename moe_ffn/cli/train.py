@@ -1,6 +1,6 @@
 """Train a Transformer language model; one word of YAML chooses its feed-forward block.
 
-moe-ffn train --help
+moe-ffn train --run.name mine --data.corpus.type text --data.corpus.paths my_texts/
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def take_flags(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def _add_flags(parser: Parser) -> None:
+    parser.description = __doc__
     parser.add(
         "--resume RUN",
         "resume the run in this folder, or the newest unfinished run, with its own options and from its "

@@ -26,7 +26,7 @@ from moe_ffn.metrics.table import LAYER_METRICS, result_columns
 from moe_ffn.report.run_summary import EXTREMES, ExpertRow, TableCell, expert_rows
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import ALARMS_FILE, REPORT_FILE
+from moe_ffn.runs.folder import ALARMS_FILE, MODEL_FOLDER, REPORT_FILE
 from moe_ffn.runs.json_files import plain_values
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def print_results(
         warn("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
     if loss > unigram:
         warn(WORSE_THAN_UNIGRAM)
+    if (best := callbacks.checkpoints.best_loss) < loss - 5e-5:
+        say(f"best validation {best:.4f} nats per token; {MODEL_FOLDER}/ has those weights")
     if summary["num_skipped_steps"]:
         say(f"skipped steps   {summary['num_skipped_steps']}")
     if summary["num_alarms"]:

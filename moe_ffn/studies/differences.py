@@ -131,8 +131,14 @@ def require_comparable(results: Sequence[RunResult]) -> None:
 def _data_difference(one: Sequence[RunResult], other: Sequence[RunResult]) -> str:
     """Return `data.seq_len is 128 in a, 256 in c`, or the fingerprints if the options are the same."""
     ours, theirs = flatten(one[0].config), flatten(other[0].config)
+    # A text may have two paths, and a tokenizer two files.
+    equal = [
+        f"data.{key}"
+        for key in ("corpus", "tokenizer")
+        if one[0].fingerprints.get(key) == other[0].fingerprints.get(key)
+    ]
     for key in ours | theirs:
-        is_of_data = key.startswith("data.") and key != "data.batch_size"
+        is_of_data = key.startswith("data.") and not key.startswith(("data.batch_size", *equal))
         if is_of_data and ours.get(key) != theirs.get(key):
             old, new = show(ours.get(key)), show(theirs.get(key))
             return f"{key} is {old} in {_names(one)}, {new} in {_names(other)}"

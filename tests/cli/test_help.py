@@ -50,7 +50,7 @@ def test_short_help_lists_every_section_and_the_common_options(show: Show) -> No
     for name, text in help_texts(TrainConfig).items():
         assert f" {name} {' '.join(text.split())}" in printed
     for path in COMMON_OPTIONS:
-        assert f"--{path} " in printed
+        assert f"--{path} " in printed or path == "method.type"  # of `initialise`
     for flag in ("--config FILE", "--resume [RUN]", "--help [SECTION]", "--version", "--help all"):
         assert flag in printed
     assert "--optimizer.adamw_eps" not in printed
@@ -158,6 +158,29 @@ def test_help_splits_no_word_and_fits(
         return after_usage.split()
 
     assert words(60) == words(1000)
+
+
+@pytest.mark.parametrize("name", console.PROGRAMS)
+def test_help_has_the_purpose_and_each_example_on_a_line_of_its_own(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    purpose, *text = (import_module(f"moe_ffn.cli.{name}").__doc__ or "").splitlines()
+    with pytest.raises(SystemExit):
+        console.run([name, "--help"])
+
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+    assert any(line.startswith(purpose) for line in printed)
+    assert {line.strip() for line in text if line.strip().startswith(f"moe-ffn {name} ")} <= {
+        *printed
+    }
+
+
+def test_the_help_of_initialise_shows_its_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        console.run(["initialise", "--help"])
+    assert "--method.type upcycle" in capsys.readouterr().out.partition("Set most often")[2]
 
 
 def test_the_study_that_the_help_of_sweep_shows_is_one(

@@ -237,6 +237,10 @@ def test_options_that_differ_are_named(qwen: Path, tmp_path: Path) -> None:
     assert moe_ffn.diff(one, two, TEXT).notes == (
         "options differ: ffn.router.renormalize (True in A, False in B)",
     )
+    dense = save_ours(tmp_path / "e", ffn={"type": "swiglu"})
+    assert moe_ffn.diff(one, dense, TEXT).notes[0] == (
+        "options differ: ffn.type ('moe' in A, 'swiglu' in B)"
+    ), "without the options that only a mixture has"
 
 
 def test_another_number_of_experts_for_each_token_is_compared_without_replay(

@@ -156,7 +156,9 @@ def test_the_first_unused_experts_are_named() -> None:
     )
 
 
-def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> str:
+def shown(
+    tmp_path: Path, not_judged: Sequence[str] = (), best_loss: float = 2.5, **replaced: Any
+) -> str:
     """The screen of a good run, with `replaced` fields."""
     summary: dict[str, Any] = {
         "validation_loss": 2.5,
@@ -177,6 +179,7 @@ def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> st
     callbacks: Any = SimpleNamespace(
         steps=SimpleNamespace(not_judged=lambda: not_judged),
         samples=SimpleNamespace(last="", prompt=""),
+        checkpoints=SimpleNamespace(best_loss=best_loss),
     )
     console = Console(width=80, file=io.StringIO(), record=True)
     print_results(console, tmp_path, summary | replaced, callbacks)
@@ -191,6 +194,12 @@ def test_a_run_worse_than_the_unigram_model_is_reported(tmp_path: Path) -> None:
     assert "worse than" not in shown(tmp_path, validation_loss=3.0)
     assert "worse than" not in shown(tmp_path, validation_loss=math.nan)
     assert "training has diverged" in shown(tmp_path, validation_loss=math.nan)
+
+
+def test_a_run_that_ends_above_its_lowest_loss_names_that_loss(tmp_path: Path) -> None:
+    said = shown(tmp_path, best_loss=2.4)
+    assert "\nbest validation 2.4000 nats per token; model/ has those weights\n" in said
+    assert "best validation" not in shown(tmp_path, best_loss=2.49996)
 
 
 def test_rules_that_need_more_steps_are_listed(tmp_path: Path) -> None:

@@ -517,8 +517,18 @@ def test_blocks_are_tuned_too() -> None:
             "the runs have different tokenizers (data.tokenizer), so their losses cannot be compared: "
             "data.tokenizer.type is 'bytes' in a-seed0 and 1 more, 'bpe' in b-seed0",
         ),
+        (
+            {
+                "options": {
+                    "data.corpus": {"type": "text", "paths": ["the same text"]},
+                    "data.validation_tokens": 64,
+                },
+            },
+            "the runs use different validation windows, so their losses cannot be compared: "
+            "data.validation_tokens is 131072 in a-seed0 and 1 more, 64 in b-seed0",
+        ),
     ],
-    ids=["windows", "corpus", "tokenizer"],
+    ids=["windows", "corpus", "tokenizer", "path of the same text"],
 )
 def test_runs_of_other_data_are_rejected_by_the_key(changes: dict[str, Any], message: str) -> None:
     same = [make_result("a", 0), make_result("a", 1)]

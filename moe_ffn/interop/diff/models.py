@@ -252,16 +252,22 @@ def compare_tensors(a: ComparedModel, b: ComparedModel) -> dict[str, Any]:
 
 
 def differing_options(a: ComparedModel, b: ComparedModel) -> tuple[str, ...]:
-    """Return a note on the options that differ between the configs of two models of one library."""
+    """Return a note on the options that differ between the configs of two models of one library.
+
+    If a section has another `type`, the options that only one of the types has are left out.
+    """
     is_ours = isinstance(a.model, Decoder)
     if is_ours != isinstance(b.model, Decoder):
         return ()
     configs = (side.model.config for side in (a, b))
     ours, theirs = (flatten(c.to_dict() if is_ours else c.to_diff_dict()) for c in configs)
+    found = differences(ours, theirs)
+    other_type = tuple(name.removesuffix("type") for name in found if name.endswith(".type"))
     differing = [
         f"{name} ({show(in_a)} in A, {show(in_b)} in B)"
-        for name, (in_a, in_b) in differences(ours, theirs).items()
+        for name, (in_a, in_b) in found.items()
         if name not in _NOT_OF_THE_MODEL
+        and not (name.startswith(other_type) and None in (in_a, in_b))
     ]
     return (f"options differ: {', '.join(differing)}",) if differing else ()
 
