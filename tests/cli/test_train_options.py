@@ -21,6 +21,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.kernels.native import build
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.monitoring import callbacks
+from tests.helpers.fitted import OWN_BLOCK
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiny_runs import Finished, losses, options, run, run_here
 
@@ -151,24 +152,14 @@ def test_a_run_that_diverges_ends_with_what_happened_and_what_to_try(
 
 
 def test_a_skipped_step_is_in_the_results(run_train: RunTrain, tmp_path: Path) -> None:
-    (tmp_path / "once.py").write_text(
-        "import torch\n"
-        "from moe_ffn import FFNBlock, FFNConfig, FFNOutput\n"
-        "class Once(FFNConfig, frozen=True):\n"
-        "    def build(self, d_model): return Breaks()\n"
-        "    def num_params(self, d_model): return 0\n"
-        "    def flops_per_token(self, d_model, seq_len): return 0\n"
-        "class Breaks(FFNBlock):\n"
-        "    calls = 0\n"
-        "    def forward(self, x, context=None):\n"
-        "        self.calls += self.training\n"
-        "        return FFNOutput(x * float('nan') if self.calls == 3 else x)\n"
-    )
+    count = "self.calls = getattr(self, 'calls', 0) + self.training"
+    breaks = f"{count}; x = x * float('nan') if self.calls == 3 else x"
+    (tmp_path / "once.py").write_text(OWN_BLOCK % breaks)
 
-    run = run_train(tmp_path, "--model.ffn.type", "once.py:Once")
+    run = run_train(tmp_path, "--model.ffn.type", "once.py:Config")
 
     assert run.code == 0, run.stderr
-    assert run.folder.name.startswith("Once-"), "a custom block names its run"
+    assert run.folder.name.startswith("Config-"), "a custom block names its run"
     assert json.loads((run.folder / "summary.json").read_text())["num_skipped_steps"] == 1
     assert "skipped steps   1\n" in run.stdout
     assert "its loss is nan, but not when the step was repeated; if it recurs" in run.stderr

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import random
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import cache
@@ -174,32 +172,6 @@ def check_reason(said: str, name: str, reason: str) -> None:
     assert name in said, said
     assert reason in said, said
     assert "weights_only" not in said, f"torch's advice to run the code: {said}"
-
-
-@pytest.mark.slow
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
-    folder = unfinished_copy(tmp_path)
-    os.truncate(folder / CHECKPOINTS_FOLDER / NEWEST, 1000)
-
-    done = run_here("--resume", str(folder))
-
-    assert done.code == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("resuming "))
-    assert f"from {OLDER}; newer ones cannot be used: {NEWEST} does not end in its checksum" in line
-    require_same(trained(), folder)
-
-
-def test_a_run_without_checkpoints_restarts_and_ends_the_same(tmp_path: Path) -> None:
-    folder = unfinished_copy(tmp_path)
-    shutil.rmtree(folder / CHECKPOINTS_FOLDER)
-    run_id = json.loads((folder / FACTS_FILE).read_text())["run_id"]
-
-    done = run_here("--resume", str(folder))
-
-    assert done.code == 0, done.stderr
-    assert f"resuming {folder} from the start: it has no checkpoint" in done.stdout
-    assert json.loads((folder / FACTS_FILE).read_text())["run_id"] == run_id
-    require_same(trained(), folder)
 
 
 # -- disks without room for a checkpoint

@@ -112,26 +112,6 @@ def expect(done: Finished, code: int) -> None:
     assert done.code == code, (done.code, done.stderr[-1000:])
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "sentence"),
-    [
-        ("precision", "16-mixed", "trainer.precision (16-mixed) needs a GPU; on a CPU use"),
-        ("precision", "bf16", "trainer.precision: must be one of 'auto', "),
-        ("strategy", "fsdp", "trainer.strategy: must be one of 'auto', 'ddp' or "),
-    ],
-)
-def test_another_precision_or_strategy_is_rejected(
-    tmp_path: Path, option: str, value: str, sentence: str
-) -> None:
-    done = run_here(*options(tmp_path, **{f"trainer__{option}": value}))
-
-    expect(done, 2)
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"error: {sentence}"), last
-    assert value in last, last
-    assert not (tmp_path / "runs").exists()
-
-
 # -- ranks
 
 CRASHED = 9

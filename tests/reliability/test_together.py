@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -22,45 +21,20 @@ from moe_ffn.runs.folder import (
     make_run_folder,
 )
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
-from tests.helpers.same_run import differences, require_same, snapshot
+from tests.helpers.same_run import differences, snapshot
 from tests.helpers.synthetic_run import change
 from tests.helpers.tiny_runs import (
     NEWEST,
-    finish,
     finished_copy,
     fork_all,
     losses,
     options,
     run_here,
-    start,
     trained,
     write_corpus,
 )
 
 # -- runs of one name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.0])  # the first step comes after some two seconds
-def test_two_runs_of_one_name(tmp_path: Path, seconds: float) -> None:
-    processes = {}
-    for seed in ("1", "2"):
-        processes[seed] = start(*options(tmp_path, run__name="mine", seed=seed))
-        time.sleep(seconds if seed == "1" else 0)
-
-    ended = {seed: finish(process) for seed, process in processes.items()}
-
-    assert sorted(one.code for one in ended.values()) == [0, 2], ended
-    (winner,) = (seed for seed, one in ended.items() if one.code == 0)
-    (rejected,) = (one for one in ended.values() if one.code == 2)
-    (line,) = rejected.own_lines
-    assert line.startswith("error: run.name: '"), line
-    assert "exists and is never overwritten" in line, line
-    assert run_here(*options(tmp_path, run__name="alone", seed=winner)).code == 0
-    runs = tmp_path / "runs"
-    assert snapshot(runs / "mine").keys() == snapshot(runs / "alone").keys()
-    require_same(runs / "alone", runs / "mine")
-    assert {path.name for path in runs.iterdir()} == {"mine", "alone"}
 
 
 @pytest.mark.parametrize("is_named", [True, False], ids=["named", "not named"])
