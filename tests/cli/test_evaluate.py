@@ -16,26 +16,14 @@ import torch
 
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
-from tests.helpers.tiny_runs import run_here, trained
+from tests.helpers.tiny_runs import cli, run_here, trained
 
-Evaluate = Callable[..., tuple[int, str, str]]
+evaluate = cli("evaluate", "--device", "cpu", columns=80)
 TEXT = "the cat sat on a mat.\ndef f(x):\n    return x\n" * 5
 
 
 @pytest.fixture
-def evaluate(monkeypatch: pytest.MonkeyPatch) -> Evaluate:
-    """The program as from a command line: its exit code, output, and errors without what is waited for."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*argv: str | Path) -> tuple[int, str, str]:
-        done = run_here(*map(str, argv), "--device", "cpu", program="moe_ffn.cli.evaluate")
-        return done.code, done.stdout, "\n".join(done.own_lines)
-
-    return run
-
-
-@pytest.fixture
-def figures(evaluate: Evaluate, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def figures(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Contents of the file that `--json` writes."""
 
     def run(*argv: str | Path) -> dict[str, Any]:
@@ -80,7 +68,7 @@ def test_the_loss_of_the_best_validation_is_reproduced_to_the_bit(
             assert values[key] == pytest.approx(best[f"validation/routing/{layer}/{key}"], rel=1e-6)
 
 
-def test_it_prints_loss_perplexity_bits_and_routing(evaluate: Evaluate, text: Path) -> None:
+def test_it_prints_loss_perplexity_bits_and_routing(text: Path) -> None:
     code, out, err = evaluate(trained(), "--data", text)
 
     assert (code, err) == (0, "")
@@ -171,7 +159,7 @@ ELASTIC = {"model__ffn": "{type: moe, num_experts: 4, router: {type: elastic_top
 
 
 def test_loss_and_cost_of_each_k_are_shown_written_and_drawn(
-    evaluate: Evaluate, figures: Callable[..., dict[str, Any]], tmp_path: Path
+    figures: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     elastic, fixed = trained(**ELASTIC), trained()
     page, out = tmp_path / "k.html", tmp_path / "k.json"
@@ -243,12 +231,12 @@ def test_a_layer_may_have_its_own_k(figures: Callable[..., dict[str, Any]]) -> N
     ],
 )
 def test_a_k_that_does_not_fit_is_rejected_before_anything_is_evaluated(
-    evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     code, out, err = evaluate(trained(), *argv)
     assert (code, out) == (2, "")
-    assert err == "error: " + message.replace("RUN", str(trained()))
+    assert err == f"error: {message}\n".replace("RUN", str(trained()))
 
 
 def test_a_changed_corpus_is_an_error(tmp_path: Path) -> None:
@@ -276,7 +264,7 @@ def test_a_missing_lm_eval_is_reported_with_the_install_command(
     ]
 
 
-def test_tasks_of_a_folder_are_shown_and_written(evaluate: Evaluate, tmp_path: Path) -> None:
+def test_tasks_of_a_folder_are_shown_and_written(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
     from tests.helpers.tiny_runs import write_tasks
 

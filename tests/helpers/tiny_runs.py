@@ -148,6 +148,21 @@ def run_here(*argv: str, program: str = "experiments.train", has_page: bool = Fa
     return Finished(code, stdout.getvalue(), stderr.getvalue())
 
 
+def cli(name: str, *always: str, columns: int = 200) -> Callable[..., Finished]:
+    """Return the program `moe-ffn NAME`, run here on a terminal of so many columns, without progress lines.
+
+    Args:
+        always: arguments of every call, after its own.
+    """
+
+    def run(*argv: object) -> Finished:
+        with patch.dict(os.environ, COLUMNS=str(columns)):
+            done = run_here(*map(str, argv), *always, program=f"moe_ffn.cli.{name}")
+        return done._replace(stderr="".join(f"{line}\n" for line in done.own_lines))
+
+    return run
+
+
 def no_page(*_runs: object, **_options: object) -> str:
     return ""
 
