@@ -16,9 +16,6 @@ REJECTED: dict[str, str | re.Pattern[str]] = {
         "model.ffn.num_experts: unknown with model.ffn.type 'dense'; it belongs to type 'moe' or "
         "'soft_moe': leave it out, or add --model.ffn.type moe"
     ),
-    "--model.ffn_at {0:&{type:&dense,&dff:&3}}": (
-        "model.ffn_at.0.dff: unknown; did you mean 'd_ff'?"
-    ),
     "--trainer.fast_dev_run true": (
         "trainer.fast_dev_run: unknown; did you mean 'trainer.max_steps'?"
     ),
@@ -45,10 +42,6 @@ REJECTED: dict[str, str | re.Pattern[str]] = {
         "dropout: unknown; did you mean 'model.dropout' or 'model.attention.dropout' or "
         "'model.ffn.experts.dropout'?"
     ),
-    "--data.corpus stdlib --data.corpus.paths books": (
-        "data.corpus.paths: unknown with data.corpus.type 'stdlib'; it belongs to type 'text': "
-        "leave it out, or add --data.corpus.type text"
-    ),
     "--lr --seed 3": "--lr: unknown; did you mean 'optimizer.learning_rate'?",
     # Types.
     "--model.ffn.experts.latent 16": (
@@ -57,9 +50,6 @@ REJECTED: dict[str, str | re.Pattern[str]] = {
     ),
     "--model.ffn.swiglu {d_ff:&3}": (
         "model.ffn.swiglu: unknown; 'swiglu' is a type: --model.ffn '{type: swiglu}'"
-    ),
-    "--model.ffn.type nowhere/block.py:Block": re.compile(
-        r"model\.ffn\.type: .*'?nowhere/block\.py'? .*No such file"
     ),
     # Budgets.
     "--model.ffn.experts.d_ff.match total_params": (
@@ -181,10 +171,6 @@ REJECTED: dict[str, str | re.Pattern[str]] = {
     "--trainer.strategy ddp_spawn --trainer.devices 2": (
         "trainer.strategy: must be one of 'auto', 'ddp' or 'ddp_find_unused_parameters_true', "
         "got 'ddp_spawn'"
-    ),
-    # Data.
-    "--data.corpus.paths [no/such.txt]": re.compile(
-        r"data\.corpus\.paths: 'no/such\.txt' does not exist.*; check the spelling"
     ),
 }
 """Command line, with `&` for a space within a word -> answer."""

@@ -198,47 +198,6 @@ def test_a_layer_may_have_its_own_k(figures: Callable[..., dict[str, Any]]) -> N
     assert routed("--k-at", ":=4", "--k-at", "0=2") == [2, 4]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ["--k", "9"],
-            "'RUN': --k: layer 0: router.k (9) must not exceed num_experts (8); lower k",
-        ),
-        (
-            ["--k", "1", "--k-at", "1=9"],
-            "'RUN': --k-at: layer 1: router.k (9) must not exceed num_experts (8); lower k",
-        ),
-        (
-            ["--k", "1", "--k-at", "2=1"],
-            "'RUN': --k-at '2' names none of the 2 layers (0 to 1)",
-        ),
-        (["--k", "1", "--k-at", "2"], "--k-at: must be LAYERS=K, such as 0=4 or 1::2=1, got '2'"),
-        *(
-            (
-                ["--k", bad],
-                f"--k: must be numbers from 1 or ascending ranges, such as 1..8 or 1,2,4, got '{bad}'",
-            )
-            for bad in ("0", "3..1", "1..", "2,", "x", "1..99999")
-        ),
-        (["--html", "k.html"], "--html: needs --k; add --k, such as --k 1..8, or leave --html out"),
-        (["--k-at", "0=1"], "--k-at: needs --k; add --k, such as --k 1..8, or leave --k-at out"),
-        (
-            ["other"],
-            "'other' is a second folder, which needs --k; evaluate one at a time, or give --k",
-        ),
-        (["--k", "1", "--tasks", "x"], "--tasks: cannot be used with --k; leave one of them out"),
-    ],
-)
-def test_a_k_that_does_not_fit_is_rejected_before_anything_is_evaluated(
-    monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    code, out, err = evaluate(trained(), *argv)
-    assert (code, out) == (2, "")
-    assert err == f"error: {message}\n".replace("RUN", str(trained()))
-
-
 def test_a_changed_corpus_is_an_error(tmp_path: Path) -> None:
     """The figures would be those of another text under the same name."""
     run = Path(shutil.copytree(trained(), tmp_path / "run"))

@@ -73,7 +73,34 @@ MISTAKES = {
     "dashboard --entity e --project p --colour": (
         f"--colour: unknown; known: {OVERALL}, --entity, --project, --json"
     ),
+    # demo
+    "demo --text ''": "--text: is empty; give some text...",
+    "demo --text '  \n '": "--text: ...",
+    "demo --output mine.txt": f"--output: 'mine.txt' {NOT_MADE_HERE}",
+    "demo --output /proc/demo.html": "--output: '/proc/demo.html' cannot be written...",  # not even by root
     # evaluate
+    "evaluate run --k 9": (
+        "'run': --k: layer 0: router.k (9) must not exceed num_experts (4); lower k"
+    ),
+    "evaluate run --k 1 --k-at 1=9": (
+        "'run': --k-at: layer 1: router.k (9) must not exceed num_experts (4); lower k"
+    ),
+    "evaluate run --k 1 --k-at 2=1": "'run': --k-at '2' names none of the 2 layers (0 to 1)",
+    "evaluate run --k 1 --k-at 2": "--k-at: must be LAYERS=K, such as 0=4 or 1::2=1, got '2'",
+    **{
+        f"evaluate run --k {bad}": (
+            f"--k: must be numbers from 1 or ascending ranges, such as 1..8 or 1,2,4, got '{bad}'"
+        )
+        for bad in ("0", "3..1", "1..", "2,", "x", "1..99999")
+    },
+    "evaluate run --html k.html": (
+        "--html: needs --k; add --k, such as --k 1..8, or leave --html out"
+    ),
+    "evaluate run --k-at 0=1": "--k-at: needs --k; add --k, such as --k 1..8, or leave --k-at out",
+    "evaluate run other": (
+        "'other' is a second folder, which needs --k; evaluate one at a time, or give --k"
+    ),
+    "evaluate run --k 1 --tasks x": "--tasks: cannot be used with --k; leave one of them out",
     "evaluate run/model": (
         "'run/model' is a model folder, which does not name a text; give one with --data"
     ),

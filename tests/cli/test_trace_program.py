@@ -317,30 +317,6 @@ def test_every_token_is_named_and_the_page_opens(tmp_path: Path, browser: Browse
         assert page.page.locator(".trace tbody tr").count() == len(tokenizer.encode(DEMO_TEXT))
 
 
-@pytest.mark.parametrize("text", ["", "  \n "])
-def test_a_text_without_characters_is_one_sentence(text: str, tmp_path: Path) -> None:
-    done = demo("--text", text)
-
-    assert (done.code, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: --text: ")
-    assert not (tmp_path / "demo.html").exists()
-
-
-def test_another_file_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "demo.html").write_text("mine")
-    done = demo()
-
-    assert (done.code, (tmp_path / "demo.html").read_text()) == (2, "mine")
-    assert "was not made by this program" in done.stderr
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence() -> None:
-    done = demo("--output", "/proc/demo.html")  # root writes anywhere else
-
-    assert (done.code, done.stderr.count("\n")) == (2, 1)
-    assert "--output: '/proc/demo.html' cannot be written" in done.stderr
-
-
 def test_the_model_card_describes_the_shipped_model() -> None:
     card = (MODEL / "README.md").read_text(encoding="utf-8")
     decoder = load_pretrained(MODEL)
