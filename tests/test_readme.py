@@ -341,16 +341,6 @@ def test_the_rows_about_other_libraries_are_those_of_the_page():
     assert set(rows) <= set(page)
 
 
-@pytest.mark.usefixtures("newcomer")
-def test_the_router_of_the_docs_trains(capsys: pytest.CaptureFixture[str]):
-    Path("my_router.py").write_text(
-        python_with("ThresholdConfig", "docs/howto/custom_router.md"), encoding="utf-8"
-    )
-    router = "{type: moe, router: {type: 'my_router.py:ThresholdConfig'}, capacity: {factor: 1.0}}"
-    assert run(["experiments.train", *TINY, "--model.ffn", router]) == 0
-    assert "validation loss" in capsys.readouterr().out
-
-
 def test_the_rule_of_the_docs_moves_the_bias():
     torch.manual_seed(0)
     block = executed("rule.observe", "docs/howto/balance.md")["block"]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moe_ffn.cli.command_line import parse_config, parse_overrides
-from moe_ffn.config.option_tree import merge
+from moe_ffn.config.option_tree import flatten, merge
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
@@ -194,7 +194,7 @@ def test_help_names_every_section_and_option(
         parse("--help", "all")
 
     printed = capsys.readouterr().out
-    for path in _paths(TrainConfig().to_dict()):
+    for path in (*flatten(TrainConfig().to_dict()), "model.ffn_at"):
         assert f"  --{path} " in printed, path
     for title in TrainConfig.model_fields:
         assert f"\n{title}: " in printed, title
@@ -203,14 +203,6 @@ def test_help_names_every_section_and_option(
     assert "Optimizer steps between validations" in printed
     assert "--config FILE" in printed
     assert not [line for line in printed.splitlines() if len(line) > 100]
-
-
-def _paths(options: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key, value in options.items():
-        nested = isinstance(value, dict) and value
-        found += _paths(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}"]
-    return found
 
 
 def test_help_shows_the_options_of_the_chosen_types_with_their_values(

@@ -120,15 +120,27 @@ def test_runs_of_no_study_are_arms_by_their_options_or_by_their_folders(tmp_path
 def test_unfinished_runs_are_left_out_by_name(study: Path) -> None:
     (study / "moe-seed1" / "summary.json").unlink()
     change(study / "moe-seed2" / "summary.json", validation_loss=None)
+    write_arm(study, "hurt", [2.0, 2.1, 2.2, 2.3])
+    damages = {
+        "summary.json": '{"validation_loss": 1.2',
+        "facts.json": "",
+        "config.yaml": "model: {",
+    }
+    for seed, (name, content) in enumerate(damages.items()):
+        (study / f"hurt-seed{seed}" / name).write_text(content)
 
     code, out, err = program(str(study))
 
     assert code == 1
-    assert err.splitlines() == [
+    assert sorted(err.splitlines()) == [
+        f"left out: '{study}/hurt-seed0' has no results: its summary.json is damaged",
+        f"left out: '{study}/hurt-seed1' has no model sizes: its facts.json is damaged",
+        f"left out: '{study}/hurt-seed2' has no seed: its config.yaml is damaged",
         f"left out: '{study}/moe-seed1' is not finished: it is at step 200 of 200",
         f"left out: '{study}/moe-seed2' has no finite validation loss",
     ]
     assert row(out, "moe")[:2] == ["1", "1.9000"]
+    assert row(out, "hurt")[:2] == ["1", "2.3000"]
 
 
 def test_a_run_is_named_by_its_folder(study: Path, tmp_path: Path) -> None:

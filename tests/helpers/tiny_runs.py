@@ -74,6 +74,13 @@ class Finished(NamedTuple):
         lines = self.stderr.splitlines()
         return [line for line in lines if not line.startswith(PROGRESS)]
 
+    @property
+    def mistake(self) -> str:
+        """The one line of a program that rejects what it was given, without `error: `."""
+        assert (self.code, self.stdout) == (2, ""), self
+        (line,) = self.own_lines
+        return line.removeprefix("error: ")
+
 
 def environment(**changes: str) -> dict[str, str]:
     """Environment of this process with one thread, a wide terminal, this checkout and the changes."""

@@ -8,7 +8,6 @@ import errno
 import io
 import os
 import random
-import re
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import cache
@@ -40,7 +39,6 @@ from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 from tests.helpers.cases import cases
 from tests.helpers.same_run import differences, require_same
-from tests.helpers.synthetic_run import write_arm
 from tests.helpers.tiny_runs import (
     BEST,
     NEWEST,
@@ -263,30 +261,3 @@ def test_a_run_with_a_damaged_file_is_read(tmp_path: Path, name: str, what: str)
         if done.code == 2:
             assert len(done.stderr.splitlines()) <= 3, done.stderr
             assert name in done.stderr
-
-
-# -- comparisons
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        (SUMMARY_FILE, '{"validation_loss": 1.2', "has no results: its summary.json is damaged"),
-        (FACTS_FILE, "", "has no model sizes: its facts.json is damaged"),
-        (CONFIG_FILE, "model: {ffn: ", "has no seed: its config.yaml is damaged"),
-    ],
-)  # fmt: skip
-def test_a_damaged_run_is_left_out_of_a_comparison_by_name(
-    tmp_path: Path, name: str, content: str, said: str
-) -> None:
-    study = tmp_path / "all"
-    for arm in ("good", "hurt"):
-        write_arm(study, arm, [2.0, 2.1], experts=4)
-    (study / "hurt-seed1" / name).write_text(content)
-
-    done = run_here(str(study), program="experiments.compare")
-
-    assert done.code == 1
-    assert done.stderr == f"left out: '{study / 'hurt-seed1'}' {said}\n"
-    for row in (r"good +2 +2\.0500", r"hurt +1 +2\.0000"):
-        assert re.search(f"^{row}", done.stdout, re.MULTILINE), done.stdout
