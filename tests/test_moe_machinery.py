@@ -232,30 +232,6 @@ def test_dropped_and_padded_pairs_come_last_with_weight_zero(make_routing: Any) 
     assert plan.weights_N.tolist() == [1, 1, 0, 0]
 
 
-def test_weights_carry_the_gradient_of_only_computed_pairs(make_routing: Any) -> None:
-    weights = torch.tensor([0.5, 0.25, 0.125], requires_grad=True)
-    routing = make_routing(
-        [[1], [0], [0]], 2, weights_N=weights, dropped_N=torch.tensor([False, False, True])
-    )
-    plan = make_plan(routing)  # pairs 1, 0, then the dropped 2
-    (plan.weights_N * torch.tensor([10.0, 20.0, 30.0])).sum().backward()
-    assert weights.grad is not None
-    assert weights.grad.tolist() == [20, 10, 0]
-
-
-def test_a_plan_without_pairs_ends_every_expert_at_zero(make_routing: Any) -> None:
-    empty = torch.zeros(0)
-    routing = make_routing(
-        [[0]],
-        3,
-        token_indices_N=empty.long(),
-        expert_ids_N=empty.long(),
-        weights_N=empty,
-        dropped_N=empty.bool(),
-    )
-    assert make_plan(routing).offsets_E.tolist() == [0, 0, 0]
-
-
 @pytest.mark.parametrize("num_experts", [1, 7])
 def test_plan_is_a_pytree(make_routing: Any, num_experts: int) -> None:
     plan = make_plan(make_routing([[0]] * 4, num_experts))

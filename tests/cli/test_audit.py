@@ -15,17 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from moe_ffn.cli.demo import MODEL
 from tests.helpers import theirs
-from tests.helpers.tiny_runs import Finished, run_here
+from tests.helpers.tiny_runs import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 
-Audit = Callable[..., Finished]
-
-
-@pytest.fixture
-def audit(monkeypatch: pytest.MonkeyPatch) -> Audit:
-    monkeypatch.setenv("COLUMNS", "200")
-    return lambda *argv: run_here(*map(str, argv), program="moe_ffn.cli.audit")
+audit = cli("audit")
 
 
 def save(folder: Path, **options: Any) -> Path:
@@ -39,9 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("models"))
 
 
-def test_a_trained_model_is_checked_and_written_as_page_and_json(
-    audit: Audit, tmp_path: Path
-) -> None:
+def test_a_trained_model_is_checked_and_written_as_page_and_json(tmp_path: Path) -> None:
     text = Path(torch.__file__).parent / "include/cpuinfo.h"  # C, as the model was trained on
     files = ("--html", tmp_path / "a.html", "--json", tmp_path / "a.json")
     code, out, err = audit(MODEL, "--text", text, *files)
@@ -64,7 +56,7 @@ def test_a_trained_model_is_checked_and_written_as_page_and_json(
 
 
 def test_a_run_is_judged_by_its_own_text_and_objective(
-    audit: Audit, short_run: Callable[..., Path], tmp_path: Path
+    short_run: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = short_run("--model.ffn", "moe", "--objective.load_balance", "0")
     code, out, _ = audit(run, "--json", tmp_path / "a.json")
@@ -76,7 +68,7 @@ def test_a_run_is_judged_by_its_own_text_and_objective(
     assert facts["text"] == "validation split"
 
 
-def test_weights_that_are_not_loaded_are_named(audit: Audit, folder: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_loaded_are_named(folder: Path, tmp_path: Path) -> None:
     spoilt = tmp_path / "spoilt"
     shutil.copytree(folder, spoilt)
     weights = load_file(spoilt / "model.safetensors")
@@ -91,7 +83,7 @@ def test_weights_that_are_not_loaded_are_named(audit: Audit, folder: Path, tmp_p
     assert "are in the files, but the model does not use them" in out
 
 
-def test_weights_of_another_shape_are_named(audit: Audit, folder: Path, tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_named(folder: Path, tmp_path: Path) -> None:
     other = save(tmp_path / "other", num_experts=8)
     shutil.copy(folder / "config.json", other)
 
@@ -102,7 +94,7 @@ def test_weights_of_another_shape_are_named(audit: Audit, folder: Path, tmp_path
     assert "model.layers.0.mlp.gate.weight (8, 32), not (6, 32)" in " ".join(out.split())
 
 
-def test_an_encoder_with_a_decoder_is_loaded(audit: Audit, folder: Path, tmp_path: Path) -> None:
+def test_an_encoder_with_a_decoder_is_loaded(folder: Path, tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "switch_transformers", vocab_size=257, d_model=16, d_kv=8, d_ff=24, num_heads=2, num_layers=2,
         num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=4,
@@ -125,7 +117,7 @@ def adapter_for(folder: Path, target: Path, *parameters: str) -> None:
     peft.get_peft_model(base, config).save_pretrained(target)
 
 
-def test_an_adapter_is_checked_on_its_base(audit: Audit, folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_checked_on_its_base(folder: Path, tmp_path: Path) -> None:
     adapter_for(folder, tmp_path / "adapter")
     code, out, _ = audit(tmp_path / "adapter")
     assert code == 0
@@ -142,9 +134,7 @@ def test_an_adapter_is_checked_on_its_base(audit: Audit, folder: Path, tmp_path:
     assert "match nothing in the model and have no effect" in out
 
 
-def test_another_base_of_equal_shapes_is_noticed(
-    audit: Audit, folder: Path, tmp_path: Path
-) -> None:
+def test_another_base_of_equal_shapes_is_noticed(folder: Path, tmp_path: Path) -> None:
     adapter_for(folder, tmp_path / "adapter")
     code, out, _ = audit(tmp_path / "adapter", "--base", save(tmp_path / "other"))
     assert code == 0
@@ -260,7 +250,6 @@ def test_bad_input_is_one_sentence(
     argv: Callable[[Path, Path], tuple[Path, ...]],
     sentence: str,
     folder: Path,
-    audit: Audit,
     tmp_path: Path,
 ) -> None:
     code, out, err = audit(*argv(folder, tmp_path), "--html", tmp_path / "page.html")

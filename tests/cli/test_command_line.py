@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moe_ffn.cli.command_line import parse_config, parse_overrides
-from moe_ffn.config.option_tree import merge
+from moe_ffn.config.option_tree import flatten, merge
 from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
@@ -73,9 +73,27 @@ def test_files_merge_left_to_right_and_flags_win_wherever_they_stand(tmp_path: P
     assert parse("--seed", "1", "--seed", "2").seed == 2
 
 
-def test_a_file_may_be_empty_or_only_comments(tmp_path: Path) -> None:
-    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
-    assert parse("--config", str(tmp_path / "empty.yaml")) == TrainConfig()
+FILES: dict[str, tuple[bytes, dict[str, Any]]] = {
+    "empty": (b"", {}),
+    "only comments": (b"# nothing yet\n", {}),
+    "null": (b"null", {}),
+    "a byte order mark": (b"\xef\xbb\xbfseed: 1", {"seed": 1}),
+    "old line ends": (b"seed: 1\r\nrun: {name: '12'}\r\n", {"seed": 1, "run": {"name": "12"}}),
+    "JSON": (b'{"seed": 3, "run": {"name": null}}', {"seed": 3}),
+    "a merge": (
+        b"model:\n  ffn_at:\n    0: &f {type: dense, d_ff: 8}\n    1: {<<: *f, d_ff: 9}\n",
+        {"model": {"ffn_at": {"0": {"type": "dense", "d_ff": 8}, "1": {"type": "dense", "d_ff": 9}}}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "options"), FILES.values(), ids=FILES)
+def test_odd_but_valid_files_are_read(
+    tmp_path: Path, content: bytes, options: dict[str, Any]
+) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    config = parse("--config", str(tmp_path / "mine.yaml"))
+    assert config == TrainConfig.model_validate(options)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +120,8 @@ def test_no_way_to_swap_the_block_and_no_order_loses_an_option(argv: list[str]) 
     ("text", "value"),
     [
         ("1e-3", 1e-3),
+        ("1E-3", 1e-3),
+        ("+1e-3", 1e-3),
         ("-2e+1", -20.0),
         ("16", 16),
         ("true", True),
@@ -118,6 +138,10 @@ def test_no_way_to_swap_the_block_and_no_order_loses_an_option(argv: list[str]) 
         ("1:30", "1:30"),
         ("012", "012"),
         (".5", 0.5),
+        ("5.", 5.0),
+        ("yes", True),
+        ("off", False),
+        ("", None),
     ],
     ids=str,
 )
@@ -170,7 +194,7 @@ def test_help_names_every_section_and_option(
         parse("--help", "all")
 
     printed = capsys.readouterr().out
-    for path in _paths(TrainConfig().to_dict()):
+    for path in (*flatten(TrainConfig().to_dict()), "model.ffn_at"):
         assert f"  --{path} " in printed, path
     for title in TrainConfig.model_fields:
         assert f"\n{title}: " in printed, title
@@ -179,14 +203,6 @@ def test_help_names_every_section_and_option(
     assert "Optimizer steps between validations" in printed
     assert "--config FILE" in printed
     assert not [line for line in printed.splitlines() if len(line) > 100]
-
-
-def _paths(options: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key, value in options.items():
-        nested = isinstance(value, dict) and value
-        found += _paths(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}"]
-    return found
 
 
 def test_help_shows_the_options_of_the_chosen_types_with_their_values(

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from moe_ffn.studies.gather import gather
 from tests.helpers.synthetic_run import change, write_arm
-from tests.helpers.tiny_runs import Finished, run_here
+from tests.helpers.tiny_runs import cli
 
-Program = Callable[..., Finished]
-
-
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Program:
-    """The program on a terminal of 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    return partial(run_here, program="moe_ffn.cli.compare")
+program = cli("compare", columns=80)
 
 
 def row(out: str, arm: str) -> list[str]:
@@ -41,7 +32,7 @@ def study(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_study_is_compared_with_its_baseline(program: Program, study: Path) -> None:
+def test_a_study_is_compared_with_its_baseline(study: Path) -> None:
     code, out, err = program(str(study))
 
     assert (code, err) == (0, "")
@@ -59,9 +50,7 @@ def test_a_study_is_compared_with_its_baseline(program: Program, study: Path) ->
     assert "600 MB" in text
 
 
-def test_the_margin_of_equality_is_that_of_the_study_or_of_the_flag(
-    program: Program, study: Path
-) -> None:
+def test_the_margin_of_equality_is_that_of_the_study_or_of_the_flag(study: Path) -> None:
     file = study / "study.yaml"
     file.write_text(f"{file.read_text()}equality_margin: 0.2\n")
     assert "they are equal within 0.2 nats per token" in " ".join(program(str(study))[1].split())
@@ -72,9 +61,7 @@ def test_the_margin_of_equality_is_that_of_the_study_or_of_the_flag(
         assert err == f"error: --margin: must be a number of nats above 0, got '{wrong}'\n"
 
 
-def test_a_note_names_the_baseline_when_studies_have_different_ones(
-    program: Program, study: Path
-) -> None:
+def test_a_note_names_the_baseline_when_studies_have_different_ones(study: Path) -> None:
     other = study.parent / "other"
     shutil.copytree(study, other)
     text = (other / "study.yaml").read_text().replace("baseline: dense", "baseline: moe")
@@ -90,9 +77,7 @@ def test_a_note_names_the_baseline_when_studies_have_different_ones(
     assert "different baselines" not in chosen
 
 
-def test_committed_results_and_runs_are_one_comparison(
-    program: Program, study: Path, tmp_path: Path
-) -> None:
+def test_committed_results_and_runs_are_one_comparison(study: Path, tmp_path: Path) -> None:
     results = tmp_path / "results"
     gather([study]).write(results)
     assert program(str(results))[1] == program(str(study))[1], (
@@ -106,9 +91,7 @@ def test_committed_results_and_runs_are_one_comparison(
     assert row(out, "moe")[:2] == ["3", "2.0000"], "one of the results, and each of the runs once"
 
 
-def test_runs_of_no_study_are_arms_by_their_options_or_by_their_folders(
-    program: Program, tmp_path: Path
-) -> None:
+def test_runs_of_no_study_are_arms_by_their_options_or_by_their_folders(tmp_path: Path) -> None:
     runs = []
     for arm, losses, options in (
         ("a", [2.0, 2.1], {}),
@@ -134,21 +117,33 @@ def test_runs_of_no_study_are_arms_by_their_options_or_by_their_folders(
     assert row(out, "two")[:2] == ["1", "2.3000"]
 
 
-def test_unfinished_runs_are_left_out_by_name(program: Program, study: Path) -> None:
+def test_unfinished_runs_are_left_out_by_name(study: Path) -> None:
     (study / "moe-seed1" / "summary.json").unlink()
     change(study / "moe-seed2" / "summary.json", validation_loss=None)
+    write_arm(study, "hurt", [2.0, 2.1, 2.2, 2.3])
+    damages = {
+        "summary.json": '{"validation_loss": 1.2',
+        "facts.json": "",
+        "config.yaml": "model: {",
+    }
+    for seed, (name, content) in enumerate(damages.items()):
+        (study / f"hurt-seed{seed}" / name).write_text(content)
 
     code, out, err = program(str(study))
 
     assert code == 1
-    assert err.splitlines() == [
+    assert sorted(err.splitlines()) == [
+        f"left out: '{study}/hurt-seed0' has no results: its summary.json is damaged",
+        f"left out: '{study}/hurt-seed1' has no model sizes: its facts.json is damaged",
+        f"left out: '{study}/hurt-seed2' has no seed: its config.yaml is damaged",
         f"left out: '{study}/moe-seed1' is not finished: it is at step 200 of 200",
         f"left out: '{study}/moe-seed2' has no finite validation loss",
     ]
     assert row(out, "moe")[:2] == ["1", "1.9000"]
+    assert row(out, "hurt")[:2] == ["1", "2.3000"]
 
 
-def test_a_run_is_named_by_its_folder(program: Program, study: Path, tmp_path: Path) -> None:
+def test_a_run_is_named_by_its_folder(study: Path, tmp_path: Path) -> None:
     (study / "study.yaml").unlink()
     folders = [tmp_path / "dense", study / "moe", tmp_path / "again" / "dense"]
     for name, folder in zip(("dense-seed0", "moe-seed0", "dense-seed1"), folders, strict=True):
@@ -168,7 +163,7 @@ def test_a_run_is_named_by_its_folder(program: Program, study: Path, tmp_path: P
     assert all(f"</svg> {folder}</th>" in page for folder in folders[::2])
 
 
-def test_two_runs_of_one_arm_and_seed_are_rejected(program: Program, study: Path) -> None:
+def test_two_runs_of_one_arm_and_seed_are_rejected(study: Path) -> None:
     shutil.copytree(study / "dense-seed0", study / "x" / "dense-seed0")
     change(study / "x" / "dense-seed0" / "summary.json", validation_loss=1.0)
     code, _, err = program(str(study), str(study / "x" / "dense-seed0"))

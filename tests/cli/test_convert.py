@@ -28,11 +28,9 @@ from moe_ffn.weights.to_transformers import choose_architecture
 from tests.helpers import theirs
 from tests.helpers.cases import ROOT
 from tests.helpers.theirs import SHARED, logits, make, save
-from tests.helpers.tiny_runs import Finished, finished_copy, options, run_here, trained
+from tests.helpers.tiny_runs import cli, finished_copy, options, run_here, trained
 
-
-def convert(*argv: object) -> Finished:
-    return run_here(*map(str, argv), program="moe_ffn.cli.convert")
+convert = cli("convert")
 
 
 def test_a_run_becomes_a_folder_of_transformers(tmp_path: Path) -> None:
@@ -215,11 +213,11 @@ def test_a_model_of_ours(run: Path, tmp_path: Path) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
     (tmp_path / "text.txt").write_text("the cat sat on a mat.\n" * 9)
     for program, *argv in (
-        ("evaluate", str(snapshot), "--data", str(tmp_path / "text.txt")),
-        ("convert", str(snapshot), str(tmp_path / "converted")),
+        ("evaluate", snapshot, "--data", tmp_path / "text.txt"),
+        ("convert", snapshot, tmp_path / "converted"),
         ("train", *options(tmp_path / "new", init_from=str(snapshot), trainer__max_steps="1")),
     ):
-        done = run_here(*argv, program=f"moe_ffn.cli.{program}")
+        done = cli(program)(*argv)
         assert done.code == 0, (program, done.stderr)
 
 
@@ -230,10 +228,10 @@ def test_a_model_of_transformers(run: Path, tmp_path: Path) -> None:
     snapshot = to_snapshot(tmp_path / "theirs")
 
     for program, *argv in (
-        ("convert", str(snapshot), str(tmp_path / "converted")),
-        ("trace", str(snapshot), "--text", "a mat"),
+        ("convert", snapshot, tmp_path / "converted"),
+        ("trace", snapshot, "--text", "a mat"),
     ):
-        done = run_here(*argv, program=f"moe_ffn.cli.{program}")
+        done = cli(program)(*argv)
         assert done.code == 0, (program, done.stderr)
 
 
@@ -241,11 +239,7 @@ def test_a_damaged_model_inside_a_run_is_named(run: Path) -> None:
     model = run / MODEL_FOLDER
     (model / "config.json").write_text("{ cut")
 
-    done = run_here(str(model), program="moe_ffn.cli.evaluate")
+    code, _, err = cli("evaluate")(model)
 
-    assert (done.code, done.own_lines) == (
-        2,
-        [
-            f"error: '{model}' is not a run: it has no config.yaml; its config.json is damaged; copy it again"
-        ],
-    )
+    said = "is not a run: it has no config.yaml; its config.json is damaged; copy it again"
+    assert (code, err) == (2, f"error: '{model}' {said}\n")

@@ -40,13 +40,6 @@ def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashb
     wandb.teardown()
 
 
-def unsupported(done: Finished) -> str:
-    """Return the single line of an error, without `error: `."""
-    assert (done.code, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    return line.removeprefix("error: ")
-
-
 @pytest.fixture
 def server() -> Iterator[WandbServer]:
     with wandb_server() as started:
@@ -80,13 +73,13 @@ def test_a_missing_wandb_workspaces_is_reported_with_the_install_command(
 
 
 def test_a_missing_api_key_is_reported_with_how_to_get_one(dashboard: Dashboard) -> None:
-    assert unsupported(dashboard()) == NO_KEY
+    assert dashboard().mistake == NO_KEY
 
 
 @pytest.mark.slow
 def test_a_malformed_key_is_named(dashboard: Dashboard) -> None:
     answer = dashboard(WANDB_API_KEY="abc")
-    assert "WANDB_API_KEY invalid: API key must have 40+ characters, has 3" in unsupported(answer)
+    assert "WANDB_API_KEY invalid: API key must have 40+ characters, has 3" in answer.mistake
 
 
 def test_a_new_view_is_saved_and_its_address_printed(
@@ -114,7 +107,7 @@ def names_in(spec: dict[str, Any]) -> list[str]:
 def test_a_rejection_of_the_server_is_passed_on(dashboard: Dashboard, server: WandbServer) -> None:
     server.unsupported = "project not found"
     answer = dashboard(**server.environment)
-    assert unsupported(answer) == (
+    assert answer.mistake == (
         "wandb did not save the workspace: input: project not found; check the network, the key and "
         "team/project, or use --json"
     )
@@ -128,8 +121,8 @@ def test_a_server_that_never_answers_is_given_up(dashboard: Dashboard, server: W
     answer = dashboard(**server.environment)
 
     assert 4 < time.monotonic() - start < 20
-    assert unsupported(answer).startswith("wandb did not save the workspace: Failed to verify")
-    assert unsupported(answer).endswith(
+    assert answer.mistake.startswith("wandb did not save the workspace: Failed to verify")
+    assert answer.mistake.endswith(
         "did not respond in time; check the network, the key and team/project, or use --json"
     )
 

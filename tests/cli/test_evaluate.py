@@ -16,26 +16,14 @@ import torch
 
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
-from tests.helpers.tiny_runs import run_here, trained
+from tests.helpers.tiny_runs import cli, run_here, trained
 
-Evaluate = Callable[..., tuple[int, str, str]]
+evaluate = cli("evaluate", "--device", "cpu", columns=80)
 TEXT = "the cat sat on a mat.\ndef f(x):\n    return x\n" * 5
 
 
 @pytest.fixture
-def evaluate(monkeypatch: pytest.MonkeyPatch) -> Evaluate:
-    """The program as from a command line: its exit code, output, and errors without what is waited for."""
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*argv: str | Path) -> tuple[int, str, str]:
-        done = run_here(*map(str, argv), "--device", "cpu", program="moe_ffn.cli.evaluate")
-        return done.code, done.stdout, "\n".join(done.own_lines)
-
-    return run
-
-
-@pytest.fixture
-def figures(evaluate: Evaluate, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def figures(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Contents of the file that `--json` writes."""
 
     def run(*argv: str | Path) -> dict[str, Any]:
@@ -80,7 +68,7 @@ def test_the_loss_of_the_best_validation_is_reproduced_to_the_bit(
             assert values[key] == pytest.approx(best[f"validation/routing/{layer}/{key}"], rel=1e-6)
 
 
-def test_it_prints_loss_perplexity_bits_and_routing(evaluate: Evaluate, text: Path) -> None:
+def test_it_prints_loss_perplexity_bits_and_routing(text: Path) -> None:
     code, out, err = evaluate(trained(), "--data", text)
 
     assert (code, err) == (0, "")
@@ -171,7 +159,7 @@ ELASTIC = {"model__ffn": "{type: moe, num_experts: 4, router: {type: elastic_top
 
 
 def test_loss_and_cost_of_each_k_are_shown_written_and_drawn(
-    evaluate: Evaluate, figures: Callable[..., dict[str, Any]], tmp_path: Path
+    figures: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     elastic, fixed = trained(**ELASTIC), trained()
     page, out = tmp_path / "k.html", tmp_path / "k.json"
@@ -210,47 +198,6 @@ def test_a_layer_may_have_its_own_k(figures: Callable[..., dict[str, Any]]) -> N
     assert routed("--k-at", ":=4", "--k-at", "0=2") == [2, 4]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ["--k", "9"],
-            "'RUN': --k: layer 0: router.k (9) must not exceed num_experts (8); lower k",
-        ),
-        (
-            ["--k", "1", "--k-at", "1=9"],
-            "'RUN': --k-at: layer 1: router.k (9) must not exceed num_experts (8); lower k",
-        ),
-        (
-            ["--k", "1", "--k-at", "2=1"],
-            "'RUN': --k-at '2' names none of the 2 layers (0 to 1)",
-        ),
-        (["--k", "1", "--k-at", "2"], "--k-at: must be LAYERS=K, such as 0=4 or 1::2=1, got '2'"),
-        *(
-            (
-                ["--k", bad],
-                f"--k: must be numbers from 1 or ascending ranges, such as 1..8 or 1,2,4, got '{bad}'",
-            )
-            for bad in ("0", "3..1", "1..", "2,", "x", "1..99999")
-        ),
-        (["--html", "k.html"], "--html: needs --k; add --k, such as --k 1..8, or leave --html out"),
-        (["--k-at", "0=1"], "--k-at: needs --k; add --k, such as --k 1..8, or leave --k-at out"),
-        (
-            ["other"],
-            "'other' is a second folder, which needs --k; evaluate one at a time, or give --k",
-        ),
-        (["--k", "1", "--tasks", "x"], "--tasks: cannot be used with --k; leave one of them out"),
-    ],
-)
-def test_a_k_that_does_not_fit_is_rejected_before_anything_is_evaluated(
-    evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    code, out, err = evaluate(trained(), *argv)
-    assert (code, out) == (2, "")
-    assert err == "error: " + message.replace("RUN", str(trained()))
-
-
 def test_a_changed_corpus_is_an_error(tmp_path: Path) -> None:
     """The figures would be those of another text under the same name."""
     run = Path(shutil.copytree(trained(), tmp_path / "run"))
@@ -276,7 +223,7 @@ def test_a_missing_lm_eval_is_reported_with_the_install_command(
     ]
 
 
-def test_tasks_of_a_folder_are_shown_and_written(evaluate: Evaluate, tmp_path: Path) -> None:
+def test_tasks_of_a_folder_are_shown_and_written(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
     from tests.helpers.tiny_runs import write_tasks
 

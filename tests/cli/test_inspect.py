@@ -15,34 +15,19 @@ from playwright.sync_api import Browser
 import moe_ffn
 from moe_ffn.report.inspect import figures, inspect_run, text_of_run
 from tests.helpers.browser import PHONE, opened
-from tests.helpers.tiny_runs import run_here
+from tests.helpers.tiny_runs import cli
 
 RunTrain = Callable[..., Any]
-Inspect = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def inspect(monkeypatch: pytest.MonkeyPatch) -> Inspect:
-    """The program as from a command line: its exit code, output, and errors without what is waited for."""
-
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*argv: str | Path) -> tuple[int, str, str]:
-        done = run_here(*map(str, argv), program="moe_ffn.cli.inspect")
-        return done.code, done.stdout, "\n".join(done.own_lines)
-
-    return run
+inspect = cli("inspect", columns=80)
 
 
 @pytest.fixture(scope="module")
 def page(moe_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a copied run, next to the output of the program."""
     own = Path(shutil.copytree(moe_run.folder, tmp_path_factory.mktemp("pages") / "moe"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "80")
-        done = run_here(str(own), "--tokens", "200", program="moe_ffn.cli.inspect")
-    assert (done.code, done.own_lines) == (0, [])
-    (own / "said.txt").write_text(done.stdout)
+    code, out, err = inspect(own, "--tokens", "200")
+    assert (code, err) == (0, "")
+    (own / "said.txt").write_text(out)
     return own / "inspect.html"
 
 
@@ -80,7 +65,7 @@ def test_figures_and_numbers_in_a_notebook(moe_run: Any) -> None:
         figures.taken(found, "layer_01", "token")
 
 
-def test_a_custom_python_text_has_syntax_classes(inspect: Inspect, moe_run: Any) -> None:
+def test_a_custom_python_text_has_syntax_classes(moe_run: Any) -> None:
     Path("mine.py").write_text("def f(x):\n    return x  # the cat\n" * 30)
 
     code, _, _ = inspect(moe_run.folder, "--text", "mine.py", "--output", "page.html")
@@ -104,7 +89,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", ["dense", "depths", *BLOCKS])
 def test_every_kind_of_block_has_a_page(
-    name: str, short_run: Callable[..., Path], inspect: Inspect, request: pytest.FixtureRequest
+    name: str, short_run: Callable[..., Path], request: pytest.FixtureRequest
 ) -> None:
     if name in BLOCKS:
         run = short_run(*BLOCKS[name])
@@ -156,7 +141,7 @@ def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
 
 
 def test_a_changed_or_missing_corpus_is_an_error(
-    corpus: Path, run_train: RunTrain, inspect: Inspect, tmp_path: Path
+    corpus: Path, run_train: RunTrain, tmp_path: Path
 ) -> None:
     mine = Path(shutil.copytree(corpus, tmp_path / "corpus"))
     paths = ["--data.corpus.paths", f"['{mine}']"]
@@ -165,13 +150,13 @@ def test_a_changed_or_missing_corpus_is_an_error(
     (mine / "3.txt").write_text("another text\n")
     said = (
         f"error: data.corpus: '3.txt' has changed, since '{run.folder}' began; restore it, or "
-        "give a text with --text"
+        "give a text with --text\n"
     )
     assert inspect(run.folder) == (2, "", said)
     shutil.rmtree(mine)
     said = (
         f"error: data.corpus.paths: '{mine}' does not exist, or is a broken link (looked "
-        f"in '{tmp_path}'); check the spelling; or give a text with --text"
+        f"in '{tmp_path}'); check the spelling; or give a text with --text\n"
     )
     assert inspect(run.folder) == (2, "", said)
 

@@ -73,7 +73,34 @@ MISTAKES = {
     "dashboard --entity e --project p --colour": (
         f"--colour: unknown; known: {OVERALL}, --entity, --project, --json"
     ),
+    # demo
+    "demo --text ''": "--text: is empty; give some text...",
+    "demo --text '  \n '": "--text: ...",
+    "demo --output mine.txt": f"--output: 'mine.txt' {NOT_MADE_HERE}",
+    "demo --output /proc/demo.html": "--output: '/proc/demo.html' cannot be written...",  # not even by root
     # evaluate
+    "evaluate run --k 9": (
+        "'run': --k: layer 0: router.k (9) must not exceed num_experts (4); lower k"
+    ),
+    "evaluate run --k 1 --k-at 1=9": (
+        "'run': --k-at: layer 1: router.k (9) must not exceed num_experts (4); lower k"
+    ),
+    "evaluate run --k 1 --k-at 2=1": "'run': --k-at '2' names none of the 2 layers (0 to 1)",
+    "evaluate run --k 1 --k-at 2": "--k-at: must be LAYERS=K, such as 0=4 or 1::2=1, got '2'",
+    **{
+        f"evaluate run --k {bad}": (
+            f"--k: must be numbers from 1 or ascending ranges, such as 1..8 or 1,2,4, got '{bad}'"
+        )
+        for bad in ("0", "3..1", "1..", "2,", "x", "1..99999")
+    },
+    "evaluate run --html k.html": (
+        "--html: needs --k; add --k, such as --k 1..8, or leave --html out"
+    ),
+    "evaluate run --k-at 0=1": "--k-at: needs --k; add --k, such as --k 1..8, or leave --k-at out",
+    "evaluate run other": (
+        "'other' is a second folder, which needs --k; evaluate one at a time, or give --k"
+    ),
+    "evaluate run --k 1 --tasks x": "--tasks: cannot be used with --k; leave one of them out",
     "evaluate run/model": (
         "'run/model' is a model folder, which does not name a text; give one with --data"
     ),
@@ -121,6 +148,12 @@ MISTAKES = {
     "generate run --prompt a --stop ''": "stop.0: must not be empty...",
     "generate run --prompt a --top-p 1.5": "top_p: must be at most 1.0, got 1.5",
     "generate --prompt -3 -- --promt": "'--promt' does not exist; give the folder of a run...",
+    "generate run --prompt \udcff": r"prompt: must be UTF-8 text, got '\udcff'",
+    "generate run --num-tokens -1": "num_tokens: must be at least 0, got -1",
+    "generate run --temperature .nan": "temperature: must be a finite number, got nan",
+    f"generate run --seed {5_000 * '9'}": (
+        "--seed: must be a whole number from 0 to 9223372036854775807, got '999...999'"
+    ),
     # initialise
     "initialise": (
         "--source FOLDER and --output FOLDER are required: a model or a run to read, and the folder to write"
@@ -160,7 +193,19 @@ MISTAKES = {
     "plan --memory-gb x": "--memory-gb: must be a number above 0 and up to 1e+09, got 'x'",
     # report
     "report none": "'none' does not exist; give the folder of a run, such as runs/my-run",
+    f"report {5_000 * 'x'}": "'xxx...xxx' cannot be read (File name too long); fix its permissions",
     "report runs": f"'runs' {NO_RUN}",
+    "report mine.txt": (
+        "'mine.txt' is a file, not the folder of a run; give the folder of a run, such as runs/my-run"
+    ),
+    "report empty": (
+        "'empty' is not a run: it has no config.yaml; give the folder of a run, such as runs/my-run"
+    ),
+    "report sparse": (
+        "'sparse' is not a run: it has no config.yaml; it is the folder of a model, which "
+        "moe_ffn.load_pretrained reads"
+    ),
+    "report run --output mine.txt": f"--output: 'mine.txt' {NOT_MADE_HERE}",
     "report run --output absent/page.html": (
         "--output: 'absent/page.html' cannot be written (No such file or directory); choose another file"
     ),
@@ -169,6 +214,7 @@ MISTAKES = {
     ),
     "report --watch runs": f"'runs' {NO_RUN}",
     "report run --watch --every 0": "--every: must be from 0.1 to 86400 seconds, got 0.0",
+    "report run --watch --every inf": "--every: must be from 0.1 to 86400 seconds, got inf",
     "report run --watch --every soon": "--every: invalid float value: 'soon'",
     # sweep
     "sweep --trainer.max_steps 3": (
@@ -189,9 +235,13 @@ MISTAKES = {
     "sweep --config gating.yaml --seed 1": (
         "--seed: a study lists its seeds under `seeds`, or in --seeds 0 1 2"
     ),
-    "sweep --config gating.yaml --name a/b": (
-        "name: must be the name of one folder, up to 200 bytes, got 'a/b'"
-    ),
+    **{
+        f"sweep --config gating.yaml --name '{name}'": (
+            f"name: must be the name of one folder, up to 200 bytes, got '{name}'"
+        )
+        for name in ("a/b", "..", "")
+    },
+    "sweep tiny.yaml --resume x": "--resume: unknown; known: seed, run, ...",
     "sweep --config gating.yaml --trainer.max_step 3": (
         "--trainer.max_step: unknown; did you mean 'max_steps'?"
     ),
@@ -215,6 +265,8 @@ MISTAKES = {
         "--layers: 'run' routes nothing in layer 7; it routes in 0, 1"
     ),
     "trace run --text a --layers '1;2'": f"{LAYERS} '1;2'",
+    "trace run --text a --layers ''": f"{LAYERS} ''",
+    "trace run --text a --html mine.txt": f"--html: 'mine.txt' {NOT_MADE_HERE}",
     "trace run --text a --html no/way.html": (
         "--html: 'no/way.html' cannot be written (No such file or directory); choose another file"
     ),
@@ -269,7 +321,7 @@ def before(place: Path) -> dict[str, Any]:
     return snapshot(place)
 
 
-@pytest.mark.parametrize("line", MISTAKES)
+@pytest.mark.parametrize("line", MISTAKES, ids=lambda line: line[:70])
 def test_a_mistake_is_one_sentence(
     place: Path, before: dict[str, Any], monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
@@ -288,4 +340,6 @@ def test_a_mistake_is_one_sentence(
     (said,) = done.own_lines
     expected = ".*".join(map(re.escape, f"error: {MISTAKES[line]}".split("...")))
     assert re.fullmatch(expected, said), said
+    assert said.isprintable()
+    assert len(said) < 700
     assert snapshot(place) == before, "something was written"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,16 +11,15 @@ from moe_ffn.report.page import follow_runs
 from moe_ffn.report.plots import share_script
 from moe_ffn.report.studies.comparison_page import html_of_runs
 from tests.helpers.synthetic_run import age, write_run
-from tests.helpers.tiny_runs import Finished, run_here
+from tests.helpers.tiny_runs import cli
 
-Program = Callable[..., Finished]
+program = cli("report")
 
 
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Program:
-    # The script of plotly is megabytes, and no matter here.
+@pytest.fixture(autouse=True)
+def _no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of plotly is megabytes, and no matter here."""
     monkeypatch.setattr("moe_ffn.report.plots.get_plotlyjs", lambda: "")
-    return partial(run_here, program="moe_ffn.cli.report")
 
 
 def dense(folder: Path, *, is_finished: bool = True) -> Path:
@@ -39,7 +36,7 @@ def dense(folder: Path, *, is_finished: bool = True) -> Path:
     ids=["in its folder", "beside several runs", "elsewhere"],
 )
 def test_the_path_and_title_of_the_page(
-    program: Program, tmp_path: Path, argv: tuple[str, ...], written: str, title: str
+    tmp_path: Path, argv: tuple[str, ...], written: str, title: str
 ) -> None:
     dense(Path("runs/a"))
     dense(Path("more/b"))
@@ -50,7 +47,7 @@ def test_the_path_and_title_of_the_page(
 
 
 def test_pages_of_a_folder_share_plotly_s_script(
-    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("moe_ffn.report.plots.get_plotlyjs", lambda: "plotly's own")
     dense(Path("runs/a"))
@@ -78,7 +75,7 @@ def reloads(path: Path) -> bool:
     return 'id="reload"' in path.read_text()
 
 
-def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
+def test_a_page_follows_its_run_until_the_end() -> None:
     """The run advances with each look of the watcher."""
     run = Path("run")
     run.mkdir()
@@ -104,7 +101,7 @@ def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
     assert "2.0000" in output.read_text()
 
 
-def test_watch_waits_for_a_run_that_has_not_started(program: Program) -> None:
+def test_watch_waits_for_a_run_that_has_not_started() -> None:
     run, said, looks = Path("runs/x"), [], []
 
     def begin(_seconds: float) -> None:
@@ -125,7 +122,7 @@ def test_watch_waits_for_a_run_that_has_not_started(program: Program) -> None:
     ]
 
 
-def test_ctrl_c_stops_waiting_for_a_run(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_waiting_for_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -135,7 +132,7 @@ def test_ctrl_c_stops_waiting_for_a_run(program: Program, monkeypatch: pytest.Mo
     assert program("--watch", "x") == (0, said, "")
 
 
-def test_watch_reports_an_interrupted_run(program: Program) -> None:
+def test_watch_reports_an_interrupted_run() -> None:
     run, said = dense(Path("run"), is_finished=False), []
 
     def fall_silent(_seconds: float) -> None:
@@ -150,7 +147,7 @@ def test_watch_reports_an_interrupted_run(program: Program) -> None:
     assert said[-1] == "run was interrupted: page.html"
 
 
-def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_a_page_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     dense(Path("run"), is_finished=False)
 
     def interrupt(_seconds: float) -> None:
@@ -164,7 +161,7 @@ def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.M
     assert not reloads(Path("run/report.html"))
 
 
-def test_has_ended_marks_a_silent_run_interrupted_at_once(program: Program) -> None:
+def test_has_ended_marks_a_silent_run_interrupted_at_once() -> None:
     run = dense(Path("run"), is_finished=False)
     (shown,) = page.write_report([run], run / "report.html", reload_every=5, has_ended=True)
     assert shown.state == "interrupted"

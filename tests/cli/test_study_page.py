@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from moe_ffn.studies.result import add_results
+from tests.helpers.same_run import snapshot
 from tests.helpers.synthetic_run import make_result
-from tests.helpers.tiny_runs import Finished, ForkedTraining, run_here
+from tests.helpers.tiny_runs import ForkedTraining, cli, run_here
 
 STUDY = """
 question: Which?
@@ -25,11 +25,12 @@ arms:
 """
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Callable[..., Finished]:
-    """The program; which.yaml in the current folder is a study."""
+page = cli("study_page")
+
+
+@pytest.fixture(autouse=True)
+def _study(tmp_path: Path) -> None:
     (tmp_path / "which.yaml").write_text(STUDY, encoding="utf-8")
-    return lambda *argv: run_here(*argv, program="moe_ffn.cli.study_page")
 
 
 DENSE = {"model.ffn": {"type": "dense", "d_ff": 32}}
@@ -41,12 +42,7 @@ def names(folder: Path) -> list[str]:
     return [f"{run['arm']}-seed{run['seed']}" for run in map(json.loads, lines)]
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def test_the_page_of_a_trained_sweep_can_be_rebuilt_without_its_runs(
-    page: Callable[..., Finished],
     tiny_yaml: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -91,7 +87,7 @@ def test_the_page_of_a_trained_sweep_can_be_rebuilt_without_its_runs(
     assert "sweep --config which.yaml\n" in text
 
 
-def test_an_added_seed_appears_on_the_page(page: Callable[..., Finished], tmp_path: Path) -> None:
+def test_an_added_seed_appears_on_the_page(tmp_path: Path) -> None:
     folder = tmp_path / "pages" / "which"
     folder.mkdir(parents=True)
     blocks = {"dense": {"type": "dense", "d_ff": 32}, "moe": {"type": "moe", "num_experts": 4}}
@@ -110,21 +106,19 @@ def test_an_added_seed_appears_on_the_page(page: Callable[..., Finished], tmp_pa
 
     changed = blocks["dense"] | {"d_ff": 33}
     add_results(folder, [make_result("dense", 1, 2.5, options={"model.ffn": changed})])
-    assert unsupported(page("which.yaml", "--output", "pages")) == (
+    assert page("which.yaml", "--output", "pages").mistake == (
         "'which.yaml' plans model.ffn.d_ff: 32, but the result of dense-seed1 has 33; train it again, or "
         "restore the file or its base"
     )
     off = {"model.ffn": blocks["dense"], "trainer.gradient_clip_val": None}
     add_results(folder, [make_result("dense", 1, 2.5, options=off)])
-    assert unsupported(page("which.yaml", "--output", "pages")) == (
+    assert page("which.yaml", "--output", "pages").mistake == (
         "'which.yaml' plans trainer.gradient_clip_val: 1.0, but the result of dense-seed1 has None; train "
         "it again, or restore the file or its base"
     )
 
 
-def test_options_missing_from_a_result_and_sweep_flags_count_as_planned(
-    page: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_options_missing_from_a_result_and_sweep_flags_count_as_planned(tmp_path: Path) -> None:
     text = "arms: {dense: {model.ffn: {type: dense, d_ff: 32}, optimizer: {type: adamw}, "
     text += "trainer.max_time: {hours: 2}}}\n"
     text += "tuning: {seeds: [0], grid: {optimizer.learning_rate: [0.5]}}\n"
@@ -138,7 +132,7 @@ def test_options_missing_from_a_result_and_sweep_flags_count_as_planned(
     tuned.config["optimizer"]["learning_rate"] = 0.5
     tuned.tuning["optimizer.learning_rate"] = 0.5
     add_results(runs, [result, tuned, make_result("dense", 1, is_finished=False)])
-    assert "plans trainer.max_steps: " in unsupported(page("which.yaml", "--runs", "runs"))
+    assert "plans trainer.max_steps: " in page("which.yaml", "--runs", "runs").mistake
 
     (runs / "study.yaml").write_text(f"{text}overrides: {{trainer: {{max_steps: 7}}}}\n")
     done = page("which.yaml", "--runs", "runs")
@@ -147,11 +141,11 @@ def test_options_missing_from_a_result_and_sweep_flags_count_as_planned(
     assert done.stderr.startswith("left out: 'runs/results.jsonl:3' is not finished")
 
 
-def test_runs_of_another_study_are_rejected(page: Callable[..., Finished], tmp_path: Path) -> None:
+def test_runs_of_another_study_are_rejected(tmp_path: Path) -> None:
     folder, runs = tmp_path / "docs/studies/which", tmp_path / "runs"
     runs.mkdir()
     add_results(runs, [make_result("swiglu", 0)])
-    assert unsupported(page("which.yaml", "--runs", "runs")) == (
+    assert page("which.yaml", "--runs", "runs").mistake == (
         "--runs: 'runs' holds no run of 'which.yaml': swiglu-seed0 belongs to none of its arms, dense, "
         "moe; give the folder of its runs"
     )
@@ -159,8 +153,8 @@ def test_runs_of_another_study_are_rejected(page: Callable[..., Finished], tmp_p
 
     changed = {"model.ffn": {"type": "dense", "d_ff": 33}}
     add_results(runs, [make_result("dense", 0, options=changed)])
-    assert "'which.yaml' plans model.ffn.d_ff: 32, but" in unsupported(
-        page("which.yaml", "--runs", "runs")
+    assert (
+        "'which.yaml' plans model.ffn.d_ff: 32, but" in page("which.yaml", "--runs", "runs").mistake
     )
     assert not folder.exists()
 
@@ -171,30 +165,23 @@ def test_runs_of_another_study_are_rejected(page: Callable[..., Finished], tmp_p
     assert names(folder) == ["dense-seed0"]
 
 
-def unsupported(done: Finished) -> str:
-    assert done.code == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    return line.removeprefix("error: ")
-
-
-def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path) -> None:
-    assert unsupported(page("which.yaml")) == (
+def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
+    assert page("which.yaml").mistake == (
         "'docs/studies/which' does not exist: there are no results of 'which' yet; train its runs, "
         "moe-ffn sweep --config which.yaml, and give --runs runs/which"
     )
-    assert "'nowhere' does not exist" in unsupported(page("which.yaml", "--runs", "nowhere"))
-    assert "--runs: needs exactly one study" in unsupported(
-        page("which.yaml", "which.yaml", "--runs", "x")
+    assert "'nowhere' does not exist" in page("which.yaml", "--runs", "nowhere").mistake
+    assert (
+        "--runs: needs exactly one study" in page("which.yaml", "which.yaml", "--runs", "x").mistake
     )
-    assert "'no.yaml': No such file" in unsupported(page("no.yaml"))
+    assert "'no.yaml': No such file" in page("no.yaml").mistake
     (tmp_path / "docs" / "studies" / "which").mkdir(parents=True)
     folder = tmp_path / "docs" / "studies" / "which"
     (folder / "dense-seed0.json").write_text("{}")
-    assert "which' has no runs and no results.jsonl; give" in unsupported(page("which.yaml"))
+    assert "which' has no runs and no results.jsonl; give" in page("which.yaml").mistake
     add_results(folder, [make_result("other", 0)])
-    assert unsupported(page("which.yaml")) == (
+    assert page("which.yaml").mistake == (
         "which: no result belongs to one of its arms, dense, moe; give the folder of its runs"
     )
     (folder / "results.jsonl").write_text("{")
-    assert "which/results.jsonl:1' is not the result of a run" in unsupported(page("which.yaml"))
+    assert "which/results.jsonl:1' is not the result of a run" in page("which.yaml").mistake

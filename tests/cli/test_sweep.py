@@ -10,8 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,9 @@ from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import read_timing
 from moe_ffn.studies.sweep import Sweep, training_command
 from moe_ffn.studies.timing import StepTime
-from tests.helpers.tiny_runs import Finished, ForkedTraining, run_here
+from tests.helpers.tiny_runs import ForkedTraining, cli
 
-Program = Callable[..., Finished]
+program = cli("sweep")
 
 STUDY = """
 question: Which?
@@ -43,16 +41,14 @@ arms:
 BROKEN = "{type: moe, experts: {backend: grouped_mm, d_ff: 3}}"
 
 
-@pytest.fixture
-def program(tiny_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """The program; gating.yaml in the current folder is a tiny study."""
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.fixture(autouse=True)
+def _study(tiny_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny study, gating.yaml in the current folder."""
     import_module("moe_ffn.runs.train.run")  # which each copy of this process has then
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     tiny = tiny_yaml.read_text(encoding="utf-8")
     (tmp_path / "tiny.yaml").write_text(tiny, encoding="utf-8")
     write_study(tmp_path, STUDY)
-    return partial(run_here, program="moe_ffn.cli.sweep")
 
 
 def write_study(folder: Path, text: str) -> None:
@@ -70,7 +66,7 @@ ALL = ["dense-seed0", "dense-seed1", "moe-seed0", "moe-seed1"]
 
 
 def test_every_run_is_trained_once_and_the_next_call_trains_none(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ForkedTraining, "has_page", True)
     import_module("moe_ffn.report.plots")  # plotly, which each copy of this process has then
@@ -111,7 +107,7 @@ def test_every_run_is_trained_once_and_the_next_call_trains_none(
     )
 
 
-def test_a_dry_run_prints_the_error_of_a_solved_width(program: Program, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_error_of_a_solved_width(tmp_path: Path) -> None:
     match = "{match: total_params, of: {type: dense, d_ff: 32}}"
     write_study(
         tmp_path,
@@ -127,7 +123,7 @@ def test_a_dry_run_prints_the_error_of_a_solved_width(program: Program, tmp_path
     assert " ".join(out.split()).count(said) == 1
 
 
-def test_a_dry_run_shows_budgets_and_states_of_runs(program: Program, tmp_path: Path) -> None:
+def test_a_dry_run_shows_budgets_and_states_of_runs(tmp_path: Path) -> None:
     sizes = "data.batch_size: 5, trainer.accumulate_grad_batches: 25"
     ffn = "model.ffn: {type: dense, d_ff: 32}"
     write_study(tmp_path, f"arms: {{a: {{{ffn}, {sizes}}}, b: {{}}, c: {{{ffn}}}}}")
@@ -172,7 +168,7 @@ def _untrained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_untrained")
-def test_seeds_are_added_without_the_runs_of_tuning(program: Program, tmp_path: Path) -> None:
+def test_seeds_are_added_without_the_runs_of_tuning(tmp_path: Path) -> None:
     tuning = "tuning: {seeds: [0], grid: {optimizer.learning_rate: [0.001, 0.1]}}"
     write_study(tmp_path, f"{STUDY}\n{tuning}\n")
 
@@ -188,9 +184,7 @@ def test_seeds_are_added_without_the_runs_of_tuning(program: Program, tmp_path: 
     assert kept.tuning is not None
 
 
-def test_a_run_that_fails_ends_no_other_and_is_tried_again(
-    program: Program, tmp_path: Path
-) -> None:
+def test_a_run_that_fails_ends_no_other_and_is_tried_again(tmp_path: Path) -> None:
     write_study(tmp_path, f"arms: {{broken: {{model.ffn: {BROKEN}}}, dense: {{model.ffn: dense}}}}")
 
     code, out, err = program("--config", "gating.yaml")
@@ -213,7 +207,7 @@ def test_a_run_that_fails_ends_no_other_and_is_tried_again(
 
 
 @pytest.mark.usefixtures("_untrained")
-def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) -> None:
+def test_config_files_are_the_arms_of_a_study(tmp_path: Path) -> None:
     tiny = (tmp_path / "tiny.yaml").read_text(encoding="utf-8")
     for name, ffn in (("switch", "{type: moe, num_experts: 4}"), ("plain", "dense")):
         text = tiny.replace("model: {", f"model: {{ffn: {ffn}, ")
@@ -239,7 +233,7 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
 
 
 @pytest.fixture
-def only(program: Program) -> Sweep:
+def only() -> Sweep:
     """A sweep of one run."""
     study = StudyConfig.read(Path("gating.yaml"), {"seeds": [0]})
     return Sweep([run for run in study.planned_runs() if run.arm == "dense"])
@@ -282,7 +276,7 @@ def test_an_unfinished_run_with_other_options_is_moved_away(
 
 
 def test_a_process_that_cannot_be_started_fails_only_its_run(
-    program: Program, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def start(command: list[str], **given: Any) -> ForkedTraining:
         if "dense-seed0" in str(command):
@@ -351,9 +345,7 @@ def test_processes_share_the_cores_and_a_group_of_wandb(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_runs_after_their_step(
-    program: Program, tmp_path: Path, signum: signal.Signals
-) -> None:
+def test_a_signal_ends_the_runs_after_their_step(tmp_path: Path, signum: signal.Signals) -> None:
     steps = ("--trainer.max_steps", "3000", "--jobs", "2", "--seeds", "0")
     folder = tmp_path / "runs/gating"
 
@@ -380,7 +372,7 @@ def test_a_signal_ends_the_runs_after_their_step(
 
 
 def test_only_trains_the_named_run_and_prints_its_steps(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_ffn.studies.sweep._SECONDS_BETWEEN_LINES", 0.0)
     code, out, err = program("--config", "gating.yaml", "--only=moe-seed1")
@@ -406,7 +398,7 @@ def test_only_trains_the_named_run_and_prints_its_steps(
 
 
 def test_every_arm_is_timed_and_compared_with_the_baseline(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_ffn.studies.timing._SECONDS_PER_RUN", 0.005)
     code, _, err = program("--config", "gating.yaml", "--time")

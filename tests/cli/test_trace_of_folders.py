@@ -20,16 +20,10 @@ from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.generate import generate
 from moe_ffn.runs.reader import load_model
 from tests.helpers import theirs
-from tests.helpers.tiny_runs import Finished, run_here, trained
+from tests.helpers.tiny_runs import cli, trained
 
-Trace = Callable[..., Finished]
+trace = cli("trace", columns=100)
 FEW: dict[str, Any] = {"max_position_embeddings": 16, "num_experts_per_tok": 2}
-
-
-@pytest.fixture
-def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
-    monkeypatch.setenv("COLUMNS", "100")
-    return lambda *argv: run_here(*map(str, argv), program="moe_ffn.cli.trace")
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +34,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_a_folder_of_transformers_is_traced_as_a_run_is(
-    sparse: Path, trace: Trace, tmp_path: Path
-) -> None:
+def test_a_folder_of_transformers_is_traced_as_a_run_is(sparse: Path, tmp_path: Path) -> None:
     code, out, err = trace(sparse, "--text", "a é", "--html", tmp_path / "page.html")
 
     assert (code, err) == (0, "")
@@ -62,7 +54,7 @@ def test_a_folder_of_transformers_is_traced_as_a_run_is(
     assert "layer 2" in (tmp_path / "page.html").read_text()
 
 
-def test_a_model_folder_of_ours_is_traced(trace: Trace, tmp_path: Path) -> None:
+def test_a_model_folder_of_ours_is_traced(tmp_path: Path) -> None:
     config = DecoderConfig.model_validate({"num_layers": 2, "d_model": 16, "ffn": "moe"})
     decoder = config.build(257, 8)
     moe_ffn.save_pretrained(decoder, tmp_path / "ours", BytesConfig().build(()))
@@ -105,7 +97,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize(("spoil", "sentence"), BAD.values(), ids=BAD)
 def test_an_untraceable_folder_is_reported_in_one_sentence(
-    spoil: Callable[[Path], Any], sentence: str, sparse: Path, trace: Trace, tmp_path: Path
+    spoil: Callable[[Path], Any], sentence: str, sparse: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "spoilt"
     shutil.copytree(sparse, folder)
@@ -119,7 +111,7 @@ def test_an_untraceable_folder_is_reported_in_one_sentence(
     assert not (tmp_path / "page.html").exists()
 
 
-def test_text_that_is_not_utf8_is_rejected(sparse: Path, trace: Trace) -> None:
+def test_text_that_is_not_utf8_is_rejected(sparse: Path) -> None:
     code, _, err = trace(sparse, "--text", "a\udcff")
     assert (code, err.strip()) == (
         2,
@@ -127,9 +119,7 @@ def test_text_that_is_not_utf8_is_rejected(sparse: Path, trace: Trace) -> None:
     )
 
 
-def test_transformers_may_be_missing(
-    sparse: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_may_be_missing(sparse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, _, err = trace(sparse, "--text", "def")
     assert (code, err.strip()) == (
@@ -142,10 +132,7 @@ def test_transformers_may_be_missing(
 
 
 LENGTH = 16  # data.seq_len of the tiny runs
-
-
-def program(*argv: object) -> Finished:
-    return run_here(*map(str, argv), program="moe_ffn.cli.generate")
+generate_text = cli("generate")
 
 
 def rows_of(shown: str) -> list[str]:
@@ -154,7 +141,7 @@ def rows_of(shown: str) -> list[str]:
 
 
 def test_the_text_is_that_of_generate_and_its_speed_is_on_stderr() -> None:
-    done = program(trained(), "--prompt", "the ", "--num-tokens", 30, "--temperature", 0)
+    done = generate_text(trained(), "--prompt", "the ", "--num-tokens", 30, "--temperature", 0)
     run = load_model(trained())
     ids = generate(run.decoder, torch.tensor(list(b"the ")), 30, temperature=0)
     assert done.code == 0
@@ -164,16 +151,16 @@ def test_the_text_is_that_of_generate_and_its_speed_is_on_stderr() -> None:
 
 def test_it_ends_before_a_stop_string() -> None:
     argv = (trained(), "--prompt", "the ", "--num-tokens", 12, "--top-p", 0.9)
-    text = program(*argv).stdout.removesuffix("\n").removeprefix("the ")
+    text = generate_text(*argv).stdout.removesuffix("\n").removeprefix("the ")
     stop = text[3:5]
-    stopped = program(*argv, "--stop", "\x00\x00", "--stop", stop)
+    stopped = generate_text(*argv, "--stop", "\x00\x00", "--stop", stop)
     assert stopped.stdout == f"the {text[: text.index(stop)]}\n"
 
 
 @pytest.mark.parametrize("length", [6, 12], ids=["in the context", "beyond the context"])
 def test_the_trace_has_the_experts_of_every_token(length: int) -> None:
     argv = (trained(), "--prompt", "a mat ", "--num-tokens", length, "--temperature", 0)
-    done = program(*argv, "--trace")
+    done = generate_text(*argv, "--trace")
 
     text, shown = done.stdout.split("\n\n", 1)
     rows = rows_of(shown)

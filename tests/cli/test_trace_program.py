@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,21 +24,15 @@ from moe_ffn.report.trace_view import colour_of, legend, page, table
 from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer
 from tests.helpers.browser import PHONE, opened
-from tests.helpers.tiny_runs import Finished, run_here
+from tests.helpers.tiny_runs import cli
 
-Trace = Callable[..., Finished]
+trace = cli("trace", columns=80)
+demo = cli("demo")
 TEXT = "def f(x):\n"
 
 
-@pytest.fixture
-def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
-    """The program on a terminal of 80 columns."""
-    monkeypatch.setenv("COLUMNS", "80")
-    return lambda *argv: run_here(*map(str, argv), program="moe_ffn.cli.trace")
-
-
 def test_a_folder_is_rejected_before_standard_input_is_read(
-    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", None)  # reading it would raise AttributeError
     done = trace(tmp_path / "nowhere", "--text", "-")
@@ -254,7 +247,7 @@ def test_an_expert_has_one_colour_and_a_dropped_one_none() -> None:
     assert re.findall(r"\x1b\[9m *(\S+ \S+)\x1b\[0mx", text) == ["2 .50"]
 
 
-def test_a_pipe_gets_plain_text_and_the_page_is_written(trace: Trace, moe_run: Any) -> None:
+def test_a_pipe_gets_plain_text_and_the_page_is_written(moe_run: Any) -> None:
     code, out, err = trace(moe_run.folder, "--text", TEXT, "--html", "way.html")
 
     assert (code, err) == (0, "")
@@ -265,9 +258,7 @@ def test_a_pipe_gets_plain_text_and_the_page_is_written(trace: Trace, moe_run: A
     assert Path("way.html").read_text().count("<tr>") == 2 + len(TEXT)
 
 
-def test_the_text_may_come_through_a_pipe(
-    trace: Trace, moe_run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_text_may_come_through_a_pipe(moe_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
     code, out, _ = trace(moe_run.folder, "--text", "-")
     assert code == 0
@@ -304,21 +295,17 @@ def test_the_page_shows_every_detail_of_a_cell(browser: Browser, tmp_path: Path)
 # -- mistakes
 
 
-def test_a_run_that_routes_nothing_is_named(trace: Trace, dense_run: Path) -> None:
+def test_a_run_that_routes_nothing_is_named(dense_run: Path) -> None:
     said = (
         f"error: '{dense_run}' has no router: its feed-forward blocks are of type 'swiglu'; choose a run "
         "with model.ffn.type 'moe' or 'mixture_of_depths'\n"
     )
     assert trace(dense_run, "--text", "a") == (2, "", said)
-    generate = ("--prompt", "a", "--trace")
-    assert run_here(str(dense_run), *generate, program="moe_ffn.cli.generate") == (2, "", said)
-
-
-PROGRAM = "moe_ffn.cli.demo"
+    assert cli("generate")(dense_run, "--prompt", "a", "--trace") == (2, "", said)
 
 
 def test_every_token_is_named_and_the_page_opens(tmp_path: Path, browser: Browser) -> None:
-    done = run_here(program=PROGRAM)
+    done = demo()
 
     assert (done.code, done.stderr) == (0, "")
     tokenizer = load_tokenizer(MODEL)
@@ -328,30 +315,6 @@ def test_every_token_is_named_and_the_page_opens(tmp_path: Path, browser: Browse
     with opened(browser, tmp_path / "demo.html", width=PHONE) as page:
         assert (page.errors, page.overflow) == ([], 0)
         assert page.page.locator(".trace tbody tr").count() == len(tokenizer.encode(DEMO_TEXT))
-
-
-@pytest.mark.parametrize("text", ["", "  \n "])
-def test_a_text_without_characters_is_one_sentence(text: str, tmp_path: Path) -> None:
-    done = run_here("--text", text, program=PROGRAM)
-
-    assert (done.code, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: --text: ")
-    assert not (tmp_path / "demo.html").exists()
-
-
-def test_another_file_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "demo.html").write_text("mine")
-    done = run_here(program=PROGRAM)
-
-    assert (done.code, (tmp_path / "demo.html").read_text()) == (2, "mine")
-    assert "was not made by this program" in done.stderr
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence() -> None:
-    done = run_here("--output", "/proc/demo.html", program=PROGRAM)  # root writes anywhere else
-
-    assert (done.code, done.stderr.count("\n")) == (2, 1)
-    assert "--output: '/proc/demo.html' cannot be written" in done.stderr
 
 
 def test_the_model_card_describes_the_shipped_model() -> None:

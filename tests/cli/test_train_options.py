@@ -21,8 +21,10 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.kernels.native import build
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.monitoring import callbacks
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from tests.helpers.fitted import OWN_BLOCK
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiny_runs import Finished, losses, options, run, run_here
+from tests.helpers.tiny_runs import Finished, losses, options, run_here
 
 RunTrain = Callable[..., Any]
 
@@ -151,24 +153,14 @@ def test_a_run_that_diverges_ends_with_what_happened_and_what_to_try(
 
 
 def test_a_skipped_step_is_in_the_results(run_train: RunTrain, tmp_path: Path) -> None:
-    (tmp_path / "once.py").write_text(
-        "import torch\n"
-        "from moe_ffn import FFNBlock, FFNConfig, FFNOutput\n"
-        "class Once(FFNConfig, frozen=True):\n"
-        "    def build(self, d_model): return Breaks()\n"
-        "    def num_params(self, d_model): return 0\n"
-        "    def flops_per_token(self, d_model, seq_len): return 0\n"
-        "class Breaks(FFNBlock):\n"
-        "    calls = 0\n"
-        "    def forward(self, x, context=None):\n"
-        "        self.calls += self.training\n"
-        "        return FFNOutput(x * float('nan') if self.calls == 3 else x)\n"
-    )
+    count = "self.calls = getattr(self, 'calls', 0) + self.training"
+    breaks = f"{count}; x = x * float('nan') if self.calls == 3 else x"
+    (tmp_path / "once.py").write_text(OWN_BLOCK % breaks)
 
-    run = run_train(tmp_path, "--model.ffn.type", "once.py:Once")
+    run = run_train(tmp_path, "--model.ffn.type", "once.py:Config")
 
     assert run.code == 0, run.stderr
-    assert run.folder.name.startswith("Once-"), "a custom block names its run"
+    assert run.folder.name.startswith("Config-"), "a custom block names its run"
     assert json.loads((run.folder / "summary.json").read_text())["num_skipped_steps"] == 1
     assert "skipped steps   1\n" in run.stdout
     assert "its loss is nan, but not when the step was repeated; if it recurs" in run.stderr
@@ -255,55 +247,6 @@ def test_generation_does_not_measure_the_compiler(moe_run: Any, compiled: list[f
 # -- the program on several ranks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("validation_tokens", [160, 64], ids=["3 batches", "1 batch"])
-def test_two_processes_do_what_one_does(
-    run_train: RunTrain, tiny_yaml: Path, tmp_path: Path, validation_tokens: int
-) -> None:
-    given = [
-        *("--data.validation_tokens", str(validation_tokens), "--logging.every_n_steps", "1"),
-        *("--objective.load_balance", "0.0", "--optimizer.learning_rate", "1e-3"),
-    ]
-    (tmp_path / "one").mkdir()
-    one = run_train(tmp_path / "one", *given)
-    where = (
-        "--data.cache_dir",
-        str(tmp_path / "cache"),
-        "--run.output_dir",
-        str(tmp_path / "runs"),
-    )
-    ranks = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
-    done = run("--config", str(tiny_yaml), *where, *ranks, *given)
-
-    assert done.code == 0, done.stderr
-    two = type(one)(0, done.stdout, done.stderr, one.args, tmp_path)
-    assert len(two.rows) == len(one.rows) == 8
-    assert done.stdout.count("Results in ") == 1
-    # Both have the same global batch.
-    first, of_two = one.rows[0], two.rows[0]
-    assert of_two["train/loss"] == pytest.approx(first["train/loss"], abs=1e-5)
-    # What ranks measure of routing is of the whole batch too. Only several have an imbalance between them.
-    between_ranks = {f"routing/layer_0{layer}/rank_max_violation" for layer in range(2)}
-    assert of_two.keys() - first.keys() == between_ranks
-    # The balancing loss is of each batch and rank by itself, and so another number.
-    measured = {
-        key for key in first if key.startswith("routing/") and not key.endswith("/load_balance")
-    }
-    assert len(measured) > 2 * 15
-    for key in measured:
-        assert of_two[key] == pytest.approx(first[key], abs=1e-4), key
-    for mine, theirs in zip(one.rows, two.rows, strict=True):
-        assert mine.keys() == theirs.keys() - between_ranks
-        for name in mine.keys() & {"train/loss", "validation/loss", "validation/bits_per_byte"}:
-            assert theirs[name] == pytest.approx(mine[name], abs=1e-3), name
-    # The windows of a validation are in their order, whichever rank had them.
-    ours, theirs = (json.loads((found.folder / "summary.json").read_text()) for found in (one, two))
-    assert len(set(ours["window_losses"])) > 2
-    assert theirs["window_losses"] == pytest.approx(ours["window_losses"], abs=1e-3)
-    assert theirs["num_tokens"] == ours["num_tokens"]
-    assert "sync_dist" not in done.stderr
-
-
 def program_on_a_rank(rank: int, argv: list[str]) -> Finished:
     return run_here(*argv)
 
@@ -312,6 +255,7 @@ ALONE = {"devices": 1, "parallel": "null"}
 EXPERT_2 = {"devices": 2, "parallel": "{shard: 1, expert: 2}"}
 EXPERT_4 = {"devices": 4, "parallel": "{shard: 1, expert: 4}"}
 BOTH = {"devices": 4, "parallel": "{data: 2, shard: 1, expert: 2}"}
+DATA_2 = {"devices": 2, "parallel": "{data: 2, shard: 1, expert: 1}"}
 SHARD_2 = {"devices": 2, "parallel": "{data: 1, shard: 2, expert: 1}"}
 SHARD_4 = {"devices": 4, "parallel": "{data: 1, shard: 4, expert: 1}"}
 
@@ -325,6 +269,7 @@ def words(stage: dict[str, Any]) -> list[str]:
     [
         pytest.param([EXPERT_2, ALONE], id="EP 2, 1"),
         pytest.param([EXPERT_2, ALONE, EXPERT_4], id="EP 2, 1, EP 4", marks=pytest.mark.slow),
+        pytest.param([DATA_2, ALONE, DATA_2], id="DDP 2, 1, DDP 2", marks=pytest.mark.slow),
         pytest.param(
             [SHARD_4, BOTH, SHARD_2], id="FSDP 4, EP 2 x DDP 2, FSDP 2", marks=pytest.mark.slow
         ),
@@ -359,6 +304,22 @@ def test_a_run_is_resumed_with_any_number_of_ranks(
     found, expected = (losses(tmp_path / "runs" / name) for name in ("ranks", "one"))
     assert list(found) == list(expected) == list(range(2, 4 * len(stages) + 1, 2))
     assert found == pytest.approx(expected, rel=1e-5)
+    # What ranks measure of routing is of the whole batch. Only several have an imbalance between them.
+    metrics = [tmp_path / "runs" / name / "metrics.jsonl" for name in ("ranks", "one")]
+    first, alone = (dict(next(iter(read_lines(path, Row)))) for path in metrics)
+    routing = {key for key in alone if key.startswith("routing/")}
+    between_ranks = {f"routing/layer_0{layer}/rank_max_violation" for layer in range(2)}
+    assert {key for key in first if key.startswith("routing/")} == routing | between_ranks
+    assert len(routing) > 2 * 12
+    for key in (
+        key for key in routing if not key.endswith("/load_balance")
+    ):  # of each rank by itself
+        assert first[key] == pytest.approx(alone[key], abs=1e-4), key
+    # The windows of a validation are in their order, whichever rank had them.
+    ours, theirs = (json.loads(path.with_name("summary.json").read_text()) for path in metrics)
+    assert len(set(theirs["window_losses"])) > 2
+    for key in ("validation_loss", "validation_bits_per_byte", "window_losses", "num_tokens"):
+        assert ours[key] == pytest.approx(theirs[key], abs=1e-3), key
     models = [
         moe_ffn.load_pretrained(tmp_path / "runs" / name / "model") for name in ("ranks", "one")
     ]

@@ -13,28 +13,23 @@ from moe_ffn import ConfigError
 
 
 def cases(
-    table: Mapping[str, Any] | Iterable[tuple[str, Any]], quick: Collection[str] | int = ()
+    table: Mapping[str, Any] | Iterable[tuple[str, Any]], quick: Collection[str] = ()
 ) -> list[Any]:
     """The rows of a table, each under its name; a tuple is several parameters.
 
     Args:
-        quick: what the default suite runs, by name, or every so many-th row; the rest is slow.
+        quick: what the default suite runs, by name; the rest is slow.
     """
     rows: list[Any] = list(table.items() if isinstance(table, Mapping) else table)
-    if not isinstance(quick, int):
-        assert set(quick) <= {name for name, _ in rows}, "no such case"
+    assert set(quick) <= {name for name, _ in rows}, "no such case"
     return [
         pytest.param(
             *(row if isinstance(row, tuple) else (row,)),
             id=name,
-            marks=() if _is_quick(name, number, quick) else pytest.mark.slow,
+            marks=() if name in quick else pytest.mark.slow,
         )
-        for number, (name, row) in enumerate(rows)
+        for name, row in rows
     ]
-
-
-def _is_quick(name: str, number: int, quick: Collection[str] | int) -> bool:
-    return number % quick == 0 if isinstance(quick, int) else name in quick
 
 
 ROOT = Path(__file__).parents[2]

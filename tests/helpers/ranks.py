@@ -63,6 +63,17 @@ def on_ranks(
     return results
 
 
+def torchrun_variables(rank: int, num_ranks: int, port: int = 0) -> dict[str, str]:
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks)),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+
+
 def parallelize(decoder: Decoder, layout: Layout) -> None:
     """Divide a decoder over the ranks that are there."""
     sharder = Sharder(layout, "cpu")
@@ -82,17 +93,9 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)  # which a Trainer of another test may have left on
-    # As torchrun says it, for Lightning, which takes the group that is there.
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "TORCHELASTIC_RUN_ID": "tests",
-    }
+    os.environ |= torchrun_variables(
+        rank, num_ranks
+    )  # for Lightning, which takes the group there is
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)

@@ -74,6 +74,13 @@ class Finished(NamedTuple):
         lines = self.stderr.splitlines()
         return [line for line in lines if not line.startswith(PROGRESS)]
 
+    @property
+    def mistake(self) -> str:
+        """The one line of a program that rejects what it was given, without `error: `."""
+        assert (self.code, self.stdout) == (2, ""), self
+        (line,) = self.own_lines
+        return line.removeprefix("error: ")
+
 
 def environment(**changes: str) -> dict[str, str]:
     """Environment of this process with one thread, a wide terminal, this checkout and the changes."""
@@ -146,6 +153,21 @@ def run_here(*argv: str, program: str = "experiments.train", has_page: bool = Fa
     ):
         code = exit_on_bad_input(main)
     return Finished(code, stdout.getvalue(), stderr.getvalue())
+
+
+def cli(name: str, *always: str, columns: int = 200) -> Callable[..., Finished]:
+    """Return the program `moe-ffn NAME`, run here on a terminal of so many columns, without progress lines.
+
+    Args:
+        always: arguments of every call, after its own.
+    """
+
+    def run(*argv: object) -> Finished:
+        with patch.dict(os.environ, COLUMNS=str(columns)):
+            done = run_here(*map(str, argv), *always, program=f"moe_ffn.cli.{name}")
+        return done._replace(stderr="".join(f"{line}\n" for line in done.own_lines))
+
+    return run
 
 
 def no_page(*_runs: object, **_options: object) -> str:

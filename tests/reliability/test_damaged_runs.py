@@ -6,11 +6,8 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import random
-import re
-import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import cache
@@ -42,7 +39,6 @@ from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 from tests.helpers.cases import cases
 from tests.helpers.same_run import differences, require_same
-from tests.helpers.synthetic_run import write_arm
 from tests.helpers.tiny_runs import (
     BEST,
     NEWEST,
@@ -176,32 +172,6 @@ def check_reason(said: str, name: str, reason: str) -> None:
     assert "weights_only" not in said, f"torch's advice to run the code: {said}"
 
 
-@pytest.mark.slow
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
-    folder = unfinished_copy(tmp_path)
-    os.truncate(folder / CHECKPOINTS_FOLDER / NEWEST, 1000)
-
-    done = run_here("--resume", str(folder))
-
-    assert done.code == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("resuming "))
-    assert f"from {OLDER}; newer ones cannot be used: {NEWEST} does not end in its checksum" in line
-    require_same(trained(), folder)
-
-
-def test_a_run_without_checkpoints_restarts_and_ends_the_same(tmp_path: Path) -> None:
-    folder = unfinished_copy(tmp_path)
-    shutil.rmtree(folder / CHECKPOINTS_FOLDER)
-    run_id = json.loads((folder / FACTS_FILE).read_text())["run_id"]
-
-    done = run_here("--resume", str(folder))
-
-    assert done.code == 0, done.stderr
-    assert f"resuming {folder} from the start: it has no checkpoint" in done.stdout
-    assert json.loads((folder / FACTS_FILE).read_text())["run_id"] == run_id
-    require_same(trained(), folder)
-
-
 # -- disks without room for a checkpoint
 
 
@@ -291,30 +261,3 @@ def test_a_run_with_a_damaged_file_is_read(tmp_path: Path, name: str, what: str)
         if done.code == 2:
             assert len(done.stderr.splitlines()) <= 3, done.stderr
             assert name in done.stderr
-
-
-# -- comparisons
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        (SUMMARY_FILE, '{"validation_loss": 1.2', "has no results: its summary.json is damaged"),
-        (FACTS_FILE, "", "has no model sizes: its facts.json is damaged"),
-        (CONFIG_FILE, "model: {ffn: ", "has no seed: its config.yaml is damaged"),
-    ],
-)  # fmt: skip
-def test_a_damaged_run_is_left_out_of_a_comparison_by_name(
-    tmp_path: Path, name: str, content: str, said: str
-) -> None:
-    study = tmp_path / "all"
-    for arm in ("good", "hurt"):
-        write_arm(study, arm, [2.0, 2.1], experts=4)
-    (study / "hurt-seed1" / name).write_text(content)
-
-    done = run_here(str(study), program="experiments.compare")
-
-    assert done.code == 1
-    assert done.stderr == f"left out: '{study / 'hurt-seed1'}' {said}\n"
-    for row in (r"good +2 +2\.0500", r"hurt +1 +2\.0000"):
-        assert re.search(f"^{row}", done.stdout, re.MULTILINE), done.stdout

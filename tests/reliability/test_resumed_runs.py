@@ -18,12 +18,7 @@ from moe_ffn.training.recovery.stopping import StepTimer
 from tests.helpers.cases import cases
 from tests.helpers.cut import Crash, Cut, cutting
 from tests.helpers.same_run import require_same
-from tests.helpers.tiny_runs import (
-    lasting_folder,
-    losses,
-    options,
-    run_here,
-)  # fmt: skip
+from tests.helpers.tiny_runs import lasting_folder, losses, options, run_here
 
 MAX_STEPS = 14
 """Rows end at even steps, validations are at 4, 8, 12 and the end, and an epoch of the tiny corpus ends in

@@ -18,12 +18,12 @@ from moe_ffn.runs.reader import load_model
 from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 from tests.helpers.cut import Crash, Cut, cutting
+from tests.helpers.ranks import torchrun_variables
 from tests.helpers.same_run import require_same
 from tests.helpers.tiny_runs import (
     Finished,
     finish,
     fork_all,
-    losses,
     options,
     run,
     run_here,
@@ -112,26 +112,6 @@ def expect(done: Finished, code: int) -> None:
     assert done.code == code, (done.code, done.stderr[-1000:])
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "sentence"),
-    [
-        ("precision", "16-mixed", "trainer.precision (16-mixed) needs a GPU; on a CPU use"),
-        ("precision", "bf16", "trainer.precision: must be one of 'auto', "),
-        ("strategy", "fsdp", "trainer.strategy: must be one of 'auto', 'ddp' or "),
-    ],
-)
-def test_another_precision_or_strategy_is_rejected(
-    tmp_path: Path, option: str, value: str, sentence: str
-) -> None:
-    done = run_here(*options(tmp_path, **{f"trainer__{option}": value}))
-
-    expect(done, 2)
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"error: {sentence}"), last
-    assert value in last, last
-    assert not (tmp_path / "runs").exists()
-
-
 # -- ranks
 
 CRASHED = 9
@@ -154,16 +134,7 @@ def train_on_ranks(num_ranks: int, *argv: str, cut: Cut | None = None) -> int | 
         port = free.getsockname()[1]
 
     def work(rank: int) -> None:
-        os.environ |= {  # the variables of torchrun
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            "GROUP_RANK": "0",
-            "TORCHELASTIC_RUN_ID": "tests",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-        }
+        os.environ |= torchrun_variables(rank, num_ranks, port)
         has_cut = cut is not None and (cut.is_crash or rank == num_ranks - 1)
         try:
             with cutting(cut if has_cut else None):
@@ -226,27 +197,6 @@ def test_a_run_on_ranks_is_resumed_to_the_bit(
     assert train_on_ranks(num_ranks, "--resume", str(tmp_path / "runs/cut")) == 0
 
     require_same(tmp_path / "runs/whole", tmp_path / "runs/cut")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
-def test_another_number_of_ranks_resumes_with_the_same_data(
-    tmp_path: Path, before: int, after: int
-) -> None:
-    """The cut is between two rows, so the partial sums of all ranks count for the next row."""
-    changes = changes_of("dense", "32-true", data__batch_size="12", model__dropout="0.0")
-    changes |= {"model__ffn": "dense", "trainer__max_steps": "12"}
-    assert train_on_ranks(1, *options(tmp_path, run__name="whole", **changes)) == 0
-    several = {"trainer__devices": str(before), "trainer__strategy": "ddp"}
-    argv = options(tmp_path, run__name="cut", **changes, **several)
-    assert train_on_ranks(before, *argv, cut=BETWEEN) == 128 + signal.SIGTERM
-
-    resume = ("--resume", str(tmp_path / "runs/cut"), "--trainer.devices", str(after))
-    assert train_on_ranks(after, *resume) == 0
-
-    found, expected = (losses(tmp_path / "runs" / name) for name in ("cut", "whole"))
-    assert list(found) == list(expected) == [2, 4, 6, 8, 10, 12]
-    assert found == pytest.approx(expected, rel=1e-4)
 
 
 # -- processes

@@ -26,7 +26,6 @@ from moe_ffn.runs.folder import (
     METRICS_FILE,
     TOKENIZER_FILE,
 )
-from tests.helpers.cases import cases
 from tests.helpers.tiny_runs import options, run_here, trained, write_corpus
 
 PROGRAMS: dict[str, tuple[Callable[[Path], tuple[str, ...]], tuple[str, ...]]] = {
@@ -57,14 +56,6 @@ def nobody() -> Iterator[None]:
             os.seteuid(0)
 
 
-@contextmanager
-def open_place() -> Iterator[Path]:
-    """A folder that every user can enter, unlike pytest's temporary folder."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o777)
-        yield Path(name)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
     """Import modules that programs import late: an unprivileged user may be unable to read them."""
@@ -75,8 +66,10 @@ def _imported() -> None:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    with open_place() as found:
-        yield found
+    """A folder that every user can enter, unlike pytest's temporary folder."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
 
 
 @pytest.fixture
@@ -98,9 +91,7 @@ def rejected(unreadable: Path, program: str, *argv: str) -> str:
             done = run_here(*argv, program=f"moe_ffn.cli.{program}")
     finally:
         unreadable.chmod(0o755)
-    assert done.code == 2, done.stderr
-    (line,) = done.own_lines
-    return line.removeprefix("error: ")
+    return done.mistake
 
 
 @pytest.mark.parametrize(
@@ -166,7 +157,7 @@ TEXTS: dict[str, tuple[str, bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "said"), cases(TEXTS, quick=1))
+@pytest.mark.parametrize(("name", "content", "said"), TEXTS.values(), ids=TEXTS)
 def test_a_bad_text_is_rejected(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
 

@@ -42,7 +42,11 @@ FILES = {
         "&a {<<: *a}",
         r"is not valid YAML \(line 1\): a value contains itself, .+",
     ),
+    "an alias of nobody": ("x: *nobody", r"is not valid YAML \(line 1\): found undefined alias"),
+    "a mapping as a key": ("? {a: b}\n: 3", r"is not valid YAML \(line 1\): found unhashable key"),
+    "a NUL": ("seed: 1\n\0", r"is not valid YAML"),
     "not UTF-8": (b"run: {name: \xff}", r"is not a UTF-8 text file$"),
+    "UTF-16": ("seed: 1".encode("utf-16"), r"is not a UTF-8 text file$"),
     "long": ("# " + "x" * 100_000, r"is longer than 100000 bytes, so it is not a config$"),
 }
 

@@ -41,12 +41,6 @@ class Shares(Miscounts, frozen=True):
         return block
 scales = {}
 
-class Holds(FFNConfig, frozen=True):
-    ffn: FFNConfig
-    def build(self, d_model): return self.ffn.build(d_model)
-    def num_params(self, d_model): return 1 + self.ffn.num_params(d_model)
-    def flops_per_token(self, d_model, seq_len): return 0
-
 class Norm(NormConfig, frozen=True):
     def build(self, d_model): return nn.LayerNorm(d_model)
     def num_params(self, d_model): return 1

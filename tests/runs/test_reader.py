@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from moe_ffn import files
-from moe_ffn.config.errors import ConfigError
 from moe_ffn.runs.folder import locked
 from moe_ffn.runs.json_files import CodeEntries, Facts, JsonFile, Summary
 from moe_ffn.runs.reader import Sample, read_run, read_runs
@@ -173,27 +172,6 @@ def test_runs_of_one_name_are_named_by_their_paths(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text("{}")
     assert [run.name for run in read_runs(folders)] == [str(folders[0]), str(folders[1]), "b"]
-
-
-def test_folders_that_are_not_runs_are_rejected(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for name, config in {"empty": "{}", "ours": '{"model_type": "moe_ffn"}'}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(config)
-    write_run(tmp_path / "runs" / "a")
-    give = "give the folder of a run, such as runs/my-run"
-    for name, message in {
-        "absent": f"'{tmp_path}/absent' does not exist; {give}",
-        "file": f"'{tmp_path}/file' is a file, not the folder of a run; {give}",
-        "empty": f"'{tmp_path}/empty' is not a run: it has no config.yaml; {give}",
-        "ours": f"'{tmp_path}/ours' is not a run: it has no config.yaml; it is the folder of a model, which "
-        "moe_ffn.load_pretrained reads",
-        "runs": f"'{tmp_path}/runs' is not a run: it has no config.yaml; it holds runs; give one of "
-        f"them, such as {tmp_path}/runs/a",
-    }.items():
-        with pytest.raises(ConfigError) as raised:
-            read_run(tmp_path / name)
-        assert str(raised.value) == message
 
 
 MANY = "9" * 5_000
