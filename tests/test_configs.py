@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
@@ -13,11 +15,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import moe_ffn
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.config.yaml_files import flag_value
 from moe_ffn.ffn import FFNConfig, MixtureOfDepthsConfig, MoEConfig
 from moe_ffn.ffn.base import layer_name
 from moe_ffn.ffn.mixture_of_depths import by_sequence
+from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.outputs import Routing
 from moe_ffn.runs.budget import Budget
@@ -258,3 +262,25 @@ def test_published_models_have_their_published_sizes(path: Path) -> None:
 
 def test_all_published_models_are_there() -> None:
     assert {path.stem for path in PUBLISHED} == {*SIZES}
+
+
+def test_a_batch_passes_through_few_files_to_its_loss() -> None:
+    module, package = build(TrainConfig()), Path(moe_ffn.__file__).parent
+    batch, entered = random_batch(), set[str]()
+    unavailable_reason()  # asked once in a process
+    module.on_train_batch_start(batch, 0)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(package):
+            entered.add(file.relative_to(package).as_posix())
+
+    sys.setprofile(note)
+    try:
+        module.training_step(batch, 0)
+    finally:
+        sys.setprofile(None)
+
+    print(len(entered), *sorted(entered))
+    assert {"routing/top_k.py", "ffn/moe.py", "training/objective.py"} <= entered
+    assert len(entered) <= 20
