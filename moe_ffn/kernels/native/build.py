@@ -1,7 +1,8 @@
 """Compilation of the C++ in this folder, once per machine, and loading of its operators.
 
-Nothing is compiled at installation. A wheel of `make release` brings libraries for x86-64 and one version of torch. KEY in `native-KEY.so` is a hash of sources, torch version, compiler and
-flags, so different machines can share a cache. A process locks `native-KEY.lock` while it compiles.
+Nothing is compiled at installation. A wheel of `make release` brings libraries for x86-64 and one version of
+torch. KEY in `native-KEY.so` is a hash of sources, torch version, compiler and flags, so different machines can
+share a cache. A process locks `native-KEY.lock` while it compiles.
 """
 
 from __future__ import annotations
@@ -261,7 +262,12 @@ def _own_cpu_flags(row: Kind | None = None) -> list[str]:
 
 
 def _cpu_flags(row: Kind, kind: str, has_bfloat16: bool) -> list[str]:
-    flags = [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}", *row.flags.split(), *row.macros]
+    flags = [
+        f"-DCPU_CAPABILITY={kind}",
+        f"-DCPU_CAPABILITY_{kind}",
+        *row.flags.split(),
+        *row.macros,
+    ]
     return [*flags, "-mavx512bf16"] if kind == "AVX512" and has_bfloat16 else flags
 
 
