@@ -114,8 +114,9 @@ def options_below(
             continue
         here, needed = (*path, name), above or {}
         for other in {*section.get("required", ())} - {name, "type"}:
-            some = {"integer": 1, "array": ["x"]}.get(kinds_of(options[other])[0].get("type"), "x")
-            needed = merge(needed, nested((*path, other), some))
+            values: dict[Any, Any] = {"integer": 1, "array": ["x"]}
+            value = values.get(kinds_of(options[other])[0].get("type"), "x")
+            needed = merge(needed, nested((*path, other), value))
         yield here, option, needed
         for kind in kinds_of(option):
             if "properties" in kind and "title" in kind and kind["title"] not in seen:

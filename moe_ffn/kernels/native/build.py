@@ -1,8 +1,8 @@
 """Compilation of the C++ in this folder, once per machine, and loading of its operators.
 
 Nothing is compiled at installation. A wheel of `make release` brings libraries for x86-64 and one version of
-torch. KEY in `native-KEY.so` is a hash of sources, torch version, compiler and flags, so different machines can
-share a cache. A process locks `native-KEY.lock` while it compiles.
+torch. KEY in `native-KEY.so` is a hash of sources, torch version, compiler and flags, so different machines
+can share a cache. A process locks `native-KEY.lock` while it compiles.
 """
 
 from __future__ import annotations
