@@ -94,7 +94,7 @@ release:  ## build sdist and wheels (x86-64), try one in a fresh environment, an
 	@test -z "$$(git status --porcelain)" || { echo "the tree has changes; commit them first"; exit 1; }
 	@grep -A2 -F '## [Unreleased]' CHANGELOG.md | grep -qF '## [$(VERSION)]' || { echo "nothing may stand between the \
 	headings Unreleased and $(VERSION) of CHANGELOG.md; $(VERSION) is the version in pyproject.toml"; exit 1; }
-	rm -rf dist build/release
+	rm -rf dist build/release build/lib build/bdist.* moe_ffn/kernels/native/compiled
 	$(PYTHON) -m venv build/release
 	build/release/bin/pip install --quiet build twine
 	build/release/bin/python -m build
@@ -107,7 +107,7 @@ release:  ## build sdist and wheels (x86-64), try one in a fresh environment, an
 	$(PYTHON) -m venv --clear build/release
 	build/release/bin/pip install --quiet --constraint requirements.lock torch
 	build/release/bin/pip install --quiet "dist/moe_ffn-$(VERSION)-py3-none-$(PLATFORM).whl[train]"
-	cd build/release && CXX=none bin/python -m moe_ffn.kernels.native | grep -x 'the CPU kernels are compiled'
+	cd build/release && CXX=none XDG_CACHE_HOME=$(CURDIR)/build/release bin/python -m moe_ffn.kernels.native | grep -x 'the CPU kernels are compiled'
 	cd build/release && bin/moe-ffn --version | grep -F 'moe_ffn $(VERSION),'
 	cd build/release && bin/moe-ffn demo
 	cd build/release && bin/python -c "import torch; from moe_ffn import build_ffn; \

@@ -135,7 +135,7 @@ def _data_difference(one: Sequence[RunResult], other: Sequence[RunResult]) -> st
     equal = [
         f"data.{key}"
         for key in ("corpus", "tokenizer")
-        if one[0].fingerprints.get(key) == other[0].fingerprints.get(key)
+        if one[0].fingerprints.get(key) == other[0].fingerprints.get(key) is not None
     ]
     for key in ours | theirs:
         is_of_data = key.startswith("data.") and not key.startswith(("data.batch_size", *equal))

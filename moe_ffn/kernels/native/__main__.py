@@ -102,6 +102,8 @@ def main() -> None:
         "--ship", action="store_true", help="compile for a wheel that needs no compiler"
     )
     given = parser.parse_args()
+    if (given.tune or given.ship) and not build.find_compiler():
+        parser.error("needs a C++ compiler: neither g++ nor clang++ was found")
     if given.ship:
         print(*build.ship(), sep="\n")
         return

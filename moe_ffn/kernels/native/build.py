@@ -113,7 +113,7 @@ def load() -> str | None:
     try:
         if _load_shipped():
             return None
-        compiler = _find_compiler()
+        compiler = find_compiler()
         if not compiler:
             return "needs a C++ compiler: neither g++ nor clang++ was found"
         command, library = _command(compiler)
@@ -136,7 +136,7 @@ def ship() -> list[Path]:
     Raises:
         CalledProcessError: the compiler fails.
     """
-    compiler = _find_compiler()
+    compiler = find_compiler()
     is_clang = "clang" in _run([*compiler, "--version"])
     libraries: list[Path] = []
     for kind, has_bfloat16 in SHIPPED:
@@ -161,7 +161,7 @@ def _load_shipped() -> bool:
 
 def _shipped_library(cpu_flags: list[str]) -> Path:
     version, _, _ = torch.__version__.partition("+")  # the same libraries for CPU and CUDA
-    return HERE / "compiled" / f"native-{_key([version, platform.machine(), *cpu_flags])}.so"
+    return HERE / "compiled" / f"native-{_key([version, platform.machine(), FLAGS, *cpu_flags])}.so"
 
 
 def load_sizes(row: Kind) -> Any:
@@ -179,12 +179,12 @@ def load_sizes(row: Kind) -> Any:
             text = (HERE / source).read_text().replace("moe_ffn", name)
             (Path(folder) / source).write_text(text)
         library = Path(folder) / f"{name}.so"
-        _compile(_command(_find_compiler(), row)[0], Path(folder), library)
+        _compile(_command(find_compiler(), row)[0], Path(folder), library)
         torch.ops.load_library(library)
     return operators
 
 
-def _find_compiler() -> list[str]:
+def find_compiler() -> list[str]:
     """Return the words of the compiler's name, or nothing."""
     given = shlex.split(os.environ.get("CXX", ""))  # several words, such as `ccache g++`
     return given or [name for name in ("g++", "clang++") if shutil.which(name)][:1]

@@ -374,6 +374,18 @@ def test_it_is_compiled_ahead(
     assert capsys.readouterr().out == f"{said}\n"
 
 
+@pytest.mark.parametrize("flag", ["--tune", "--ship"])
+def test_it_says_what_needs_a_compiler(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "argv", ["native", flag])
+    with pytest.raises(SystemExit, match="2"):
+        native_main.main()
+    assert "needs a C++ compiler: neither g++ nor clang++ was found" in capsys.readouterr().err
+
+
 def test_a_compiler_may_be_of_several_words(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
