@@ -25,7 +25,6 @@ from moe_ffn.cli.generate import load_decoder
 from moe_ffn.cli.trace import trace_folder
 from moe_ffn.ffn.networks import hidden_units
 from moe_ffn.studies.comparison import Arm, Comparison
-from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import gather
 
 FOLDER = Path(__file__).parent
@@ -280,15 +279,7 @@ SPARSE = [*SHOWN][:4]
 @cache
 def ladder() -> Comparison:
     """Return the arms of the study `ladder`: size, `_`, block."""
-    study = StudyConfig.read(Path("configs/studies/ladder.yaml"))
-    found = gather([STUDIES / "ladder"])
-    return Comparison.of(
-        found.results,
-        baseline=study.baseline,
-        baselines=study.baselines,
-        arms=study.arm_names,
-        step_seconds=found.step_seconds,
-    )
+    return gather([STUDIES / "ladder"]).compare()
 
 
 def draw_differences(drawing: Drawing, left: float) -> None:
@@ -402,10 +393,13 @@ def draw_specialisation(panel: Panel) -> None:
         ]
 
     ours, same, other = loads(code), loads(code[len(code) // 2 :]), loads(english)
-    for name, colour, shift in (("C++ and a licence", "blue", 0), ("C++ and C++", "mute", 0.3)):
-        for layer, load in enumerate(ours):
-            distance = 0.5 * (load - (other if shift == 0 else same)[layer]).abs().sum().item()
-            corner, foot = panel.at(layer + 0.2 + shift, distance), panel.at(layer, 0)
+    for name, colour, place, theirs in (
+        ("C++ and a licence", "blue", 0.2, other),
+        ("C++ and C++", "mute", 0.5, same),
+    ):
+        for layer, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+            distance = 0.5 * (one - two).abs().sum().item()
+            corner, foot = panel.at(layer + place, distance), panel.at(layer, 0)
             panel.drawing.box(corner, 17, foot[1] - corner[1], colour, colour)
         panel.label(name, colour)
 
