@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from subprocess import CalledProcessError
 
 import torch
 
@@ -103,9 +104,12 @@ def main() -> None:
     )
     given = parser.parse_args()
     if (given.tune or given.ship) and not build.find_compiler():
-        parser.error("needs a C++ compiler: neither g++ nor clang++ was found")
+        parser.error(build.NO_COMPILER)
     if given.ship:
-        print(*build.ship(), sep="\n")
+        try:
+            print(*build.ship(), sep="\n")
+        except (CalledProcessError, OSError, ValueError) as error:
+            parser.error(f"the C++ kernel {build.reason_of(error)}")
         return
     reason = build.load()
     print("the CPU kernels are compiled" if reason is None else f"the C++ kernel {reason}")

@@ -36,6 +36,8 @@ SOURCES = (
 VARIABLE = "MOE_FFN_NATIVE"
 """Environment variable; `0` turns the compiled kernels off."""
 
+NO_COMPILER = "needs a C++ compiler: neither g++ nor clang++ was found"
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -115,19 +117,24 @@ def load() -> str | None:
             return None
         compiler = find_compiler()
         if not compiler:
-            return "needs a C++ compiler: neither g++ nor clang++ was found"
+            return NO_COMPILER
         command, library = _command(compiler)
         if not library.exists():
             _build(command, library)
         torch.ops.load_library(library)
-    except subprocess.CalledProcessError as error:
-        log.debug("%s\n%s", shlex.join(error.cmd), error.stderr)
-        lines = error.stderr.splitlines()
-        message = next((line for line in lines if "error" in line), f"exit code {error.returncode}")
-        return f"could not be compiled: {message.strip()}"
-    except (OSError, RuntimeError, ValueError) as error:
-        return f"could not be compiled and loaded: {error.__cause__ or error}"
+    except (subprocess.CalledProcessError, OSError, RuntimeError, ValueError) as error:
+        return reason_of(error)
     return None
+
+
+def reason_of(error: Exception) -> str:
+    """Return why the operators are not available; log what the compiler said."""
+    if not isinstance(error, subprocess.CalledProcessError):
+        return f"could not be compiled and loaded: {error.__cause__ or error}"
+    log.debug("%s\n%s", shlex.join(error.cmd), error.stderr)
+    lines = error.stderr.splitlines()
+    message = next((line for line in lines if "error" in line), f"exit code {error.returncode}")
+    return f"could not be compiled: {message.strip()}"
 
 
 def ship() -> list[Path]:
@@ -135,6 +142,7 @@ def ship() -> list[Path]:
 
     Raises:
         CalledProcessError: the compiler fails.
+        OSError: there is no such compiler, or the folder cannot be written.
     """
     compiler = find_compiler()
     is_clang = "clang" in _run([*compiler, "--version"])

@@ -386,6 +386,23 @@ def test_it_says_what_needs_a_compiler(
     assert "needs a C++ compiler: neither g++ nor clang++ was found" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("compiler_name", "said"),
+    [("/nowhere/c++", f"{LOST}[Errno 2] No such"), ("false", f"{FAILED}exit code 1")],
+)
+def test_a_wheel_that_cannot_be_compiled_says_why(
+    compiler_name: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CXX", compiler_name)
+    monkeypatch.setattr(sys, "argv", ["native", "--ship"])
+    with pytest.raises(SystemExit, match="2"):
+        native_main.main()
+    assert f"error: the C++ kernel {said}" in capsys.readouterr().err
+
+
 def test_a_compiler_may_be_of_several_words(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
