@@ -330,7 +330,7 @@ def test_a_tile_is_chosen_by_rows_per_expert(
 
 def compile_for_gpus(*words: str) -> list[dict[str, Any]]:
     """Compile the launches of real models in a new process without the interpreter."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
     environment.pop("TRITON_INTERPRET", None)
     finished = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_for_gpus", *words],
