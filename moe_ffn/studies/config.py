@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from moe_ffn.config.base import Config, mapped
 from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
 from moe_ffn.config.import_path import FileTag
-from moe_ffn.config.option_tree import merge, nest_options
+from moe_ffn.config.option_tree import flatten, merge, nest_options
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.runs.budget import Budget
@@ -211,7 +211,7 @@ class StudyConfig(Config, frozen=True):
     def _planned(self, arm: _Arm, tuning: Options, seed: int) -> PlannedRun:
         layers = {"config.": self.config, **arm.layers}
         layers |= {"tuning.grid.": tuning, "--": self.overrides}
-        layers = {section: _nested(layer) for section, layer in layers.items()}
+        layers = {section: _nested(layer, section) for section, layer in layers.items()}
         options = TrainConfig().to_dict()
         for section, layer in layers.items():
             if "seed" in layer:
@@ -265,9 +265,11 @@ class StudyConfig(Config, frozen=True):
             if not isinstance(base, str):
                 raise ConfigError(f"base: must be the path of a config file, got {show(base)}")
             shared = read_yaml(path.parent / base, where=f"base {path.parent / base}")
-            options["config"] = merge(shared, _nested(options.get("config") or {}))
+            options["config"] = merge(shared, _nested(options.get("config") or {}, "config."))
         if overrides:
-            options["overrides"] = merge(_nested(options.get("overrides", {})), overrides)
+            options["overrides"] = merge(
+                _nested(options.get("overrides", {}), "overrides."), overrides
+            )
         return validate(cls, options)
 
     def to_dict(self) -> dict[str, Any]:
@@ -333,12 +335,23 @@ def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[Options]:
         yield dict(zip(grid, values, strict=True))
 
 
-def _nested(options: Mapping[Any, Any]) -> Options:
-    """Return options with nested mappings for dotted keys, at any depth."""
-    return nest_options(
-        (str(key), _nested(value) if isinstance(value, Mapping) else value)
+def _nested(options: Mapping[Any, Any], section: str) -> Options:
+    """Return options with nested mappings for dotted keys, at any depth; ConfigError for an option with two
+    values, of which the dotted key would win unnoticed.
+    """
+    nested = {
+        str(key): _nested(value, f"{section}{key}.") if isinstance(value, Mapping) else value
         for key, value in options.items()
-    )
+    }
+    given: Options = {}
+    for key, value in nested.items():
+        for path, leaf in flatten({key: value}).items():
+            if given.setdefault(path, leaf) != leaf:
+                raise ConfigError(
+                    f"{section}{path}: has two values, {show(given[path])} and {show(leaf)}, by a dotted key "
+                    "and inside a mapping, perhaps through `<<`; give it once"
+                )
+    return nest_options(nested.items())
 
 
 def _with_seed(value: Any, seed: int) -> Any:

@@ -75,6 +75,20 @@ def test_dotted_and_nested_options_mean_the_same_and_later_layers_win() -> None:
     )
 
 
+def test_an_option_with_two_values_in_one_arm_is_an_error() -> None:
+    """The dotted key comes through `<<`, and would override the rate that the arm gives."""
+    with pytest.raises(ConfigError) as error:
+        planned("""
+            arms:
+              muon: &muon {optimizer.learning_rate: 0.08, trainer.max_steps: 5}
+              adamw: {<<: *muon, optimizer: {type: adamw, learning_rate: 0.03}, trainer: {max_steps: 5}}
+        """)
+    assert str(error.value) == (
+        "arms.adamw.optimizer.learning_rate: has two values, 0.08 and 0.03, by a dotted key and inside a "
+        "mapping, perhaps through `<<`; give it once"
+    )
+
+
 def test_the_seed_is_substituted_in_option_texts() -> None:
     runs = planned("""
         seeds: [0, 12]
