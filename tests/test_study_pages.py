@@ -202,6 +202,20 @@ def test_the_readme_gives_no_number_that_its_studies_do_not() -> None:
         assert unfounded(line, "\n".join(by_name[name] for name in linked)) == [], line
 
 
+def counts(text: str) -> set[tuple[str, str]]:
+    """Return the numbers of each `10 of 17` and `3 of the 9`."""
+    return set(re.findall(r"\b(\d+) of (?:the )?(\d+)\b", " ".join(text.split())))
+
+
+def test_the_counts_in_the_readme_are_those_of_the_leaderboard_and_of_ladder() -> None:
+    """Budgets won, and runs that beat a 5-gram model."""
+    section = README.read_text(encoding="utf-8").partition("## What we found")[2]
+    given = counts(section.partition("\n## ")[0])
+    assert len(given) == 4
+    pages = (LEADERBOARD, PAGES / "ladder.md")
+    assert given <= set().union(*(counts(page.read_text(encoding="utf-8")) for page in pages))
+
+
 def test_a_number_that_nothing_rounds_to_is_seen() -> None:
     page = "| a | 3.4567 ±0.0123 | 1,254 (0.544) | 12.5% |"
     assert unfounded("ends at 3.46, in 0.54 of 1254.0 steps; 12.5 %, 12 %", page) == []

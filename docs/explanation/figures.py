@@ -360,6 +360,11 @@ def draw_curves(panel: Panel, seconds: bool) -> None:
         panel.label(label, colour)
 
 
+def arms_of(block: str) -> list[Arm]:
+    """Return the arms of a block, the smallest first."""
+    return [arm for arm in ladder().arms if arm.name.partition("_")[2] == block]
+
+
 def draw_over_sizes(
     panel: Panel, blocks: Iterable[str], value: Callable[[Arm], Sequence[float] | None]
 ) -> None:
@@ -367,8 +372,7 @@ def draw_over_sizes(
     for place, block in enumerate(blocks):
         label, colour = SHOWN[block]
         points = []
-        for size in ("xs", "m", "l"):
-            arm = ladder().arm(f"{size}_{block}")
+        for arm in arms_of(block):
             x = math.log(arm.budget.model.active_params) + 0.06 * place
             if found := value(arm):
                 points.append((x, found[0]))
@@ -430,8 +434,9 @@ def claims() -> Drawing:
     panel = Panel(drawing, (24, 304), title, sizes, shares, active, legend=54)
     for block, kind in product(("e8", "e32"), ("flops", "seconds")):
         (label, colour), points = SHOWN[block], []
-        for size in ("m", "l"):
-            arm = ladder().arm(f"{size}_{block}")
+        for arm in arms_of(block):
+            if getattr(arm.reached, kind, None) is None:
+                continue
             whole = getattr(ladder().base_of(arm), f"training_{kind}")
             x = math.log(arm.budget.model.active_params)
             points.append((x, getattr(arm.reached, kind) / whole))
