@@ -27,7 +27,14 @@ from moe_ffn.config.errors import ConfigError, UseCase, show
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import FFNBlock, FFNConfig
 from moe_ffn.ffn.dispatch import make_plan, unsorted_plan
-from moe_ffn.outputs import FFNOutput, PairsOnlyRouting, Routing, TokenContext
+from moe_ffn.outputs import (
+    FFNOutput,
+    PairsOnlyRouting,
+    Plan,
+    Routing,
+    TokenContext,
+    VariableKRouting,
+)
 from moe_ffn.routing import Router, RouterConfig, routing_of_pairs
 
 Kind = TypeVar("Kind")
@@ -196,6 +203,11 @@ class PartChecks:
             raise self.error(f"{name} contains NaN or infinity, although x is finite")
         return value
 
+    def require_unchanged(self, x: Tensor, before: Tensor, name: str) -> None:
+        """Raise if the argument `name` of `forward`, which was `before`, is now another `x`."""
+        if not torch.equal(x, before):
+            raise self.error(f"forward changes {name} in place, which belongs to the model")
+
     def require_arguments(self, module: nn.Module, *names: str, optional: bool = False) -> None:
         """Raise if `forward` cannot be called with these arguments."""
         try:
@@ -234,6 +246,8 @@ class PartChecks:
         }
         if isinstance(routing, PairsOnlyRouting):
             shapes["logits_N"] = N
+        if isinstance(routing, VariableKRouting):
+            shapes["selected_N"] = N
         for name, shape in shapes.items():
             value = getattr(routing, name)
             # Tables are None if there are too many experts for them.
@@ -252,7 +266,16 @@ class PartChecks:
                 "its routing has scores_TE below 0, but they must be normalised logits_TE, such as their "
                 "softmax; routing_of_pairs takes the logits first, then the scores"
             )
-        for name, expected in {"num_tokens": num_tokens, "num_experts": num_experts}.items():
+        for name in ("dropped_N", "selected_N"):
+            value = getattr(routing, name, None)
+            if value is not None and value.dtype != torch.bool:
+                raise self.error(f"its routing has {name} of {value.dtype}, expected torch.bool")
+        sizes = {
+            "num_tokens": num_tokens,
+            "num_experts": num_experts,
+            "sequence_length": self.length,
+        }
+        for name, expected in sizes.items():
             if (value := getattr(routing, name)) != expected:
                 raise self.error(
                     f"its routing has {name} {describe_value(value)}, expected {expected}"
@@ -261,10 +284,20 @@ class PartChecks:
             ids = getattr(routing, name)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
                 raise self.error(f"its routing has {name} that are not int64 from 0 to {end - 1}")
-        if not routing.weights_N[routing.active_N].isfinite().all():
+        if (routing.token_indices_N.diff() < 0).any():
             raise self.error(
-                "its routing has weights_N that are NaN or infinite, although x is finite"
+                "its routing has token_indices_N that decrease, but the pairs of a token must follow those "
+                "of earlier tokens; sort the pairs by token"
             )
+        numbers = {
+            "weights_N": routing.weights_N[routing.active_N],
+            "scores_TE": routing.scores_TE,
+        }
+        for name, value in numbers.items():
+            if value is not None and not value.isfinite().all():
+                raise self.error(
+                    f"its routing has {name} that are NaN or infinite, although x is finite"
+                )
         if isinstance(routing, PairsOnlyRouting):
             k, ids = routing.pairs_per_token, routing.token_indices_N.tolist()
             if type(k) is not int or ids != [
@@ -367,6 +400,7 @@ class PartChecks:
         for training in (False, True):
             output = block.train(training)(x, context)
             output = self.require(output, FFNOutput, "forward", ", as in FFNOutput(hidden)")
+            self.require_unchanged(x, self.x(), "x")
             self.require_like(output.hidden, x, "hidden")
             if not isinstance(output.routings, dict):
                 raise self.error(
@@ -411,7 +445,9 @@ class PartChecks:
             return router(x.flatten(0, 1), context)
 
         def weights(x: Tensor, ids: Tensor) -> Tensor:
+            before = x.clone()
             routing = route(x, ids)
+            self.require_unchanged(x, before, "x_TD")
             if x.shape[1] == self.length:
                 self.require_routing(routing, num_experts)
             is_pairs_only = isinstance(routing, PairsOnlyRouting)
@@ -428,6 +464,7 @@ class PartChecks:
         for training in (False, True):
             router.train(training)
             weights(self.x(), self.token_ids_BS())
+        self.require_mask(router)
         self.require_causal(config)
         self.require_blind_to_future(router, weights)
         if config.unsupported(UseCase(cached=True)) is None:
@@ -444,6 +481,18 @@ class PartChecks:
         num_built = sum(parameter.numel() for parameter in router.parameters())
         if num_built != (counted := config.num_params(self.d_model, num_experts)):
             raise miscounted(self.name, counted, num_built, None, self.d_model)
+
+    def require_mask(self, router: nn.Module) -> None:
+        """Raise if the routing of a router loses the padding mask."""
+        ids_T = self.token_ids_BS().flatten()
+        mask_T = ids_T == 0
+        context = TokenContext(mask=mask_T, token_ids=ids_T, sequence_length=self.length)
+        routing = router(self.x().flatten(0, 1), context)
+        if routing.mask_T is None or not torch.equal(routing.mask_T, mask_T):
+            raise self.error(
+                "its routing has another mask_T than context.mask, so padding would reach experts and "
+                "losses; pass context to routing_of_pairs"
+            )
 
     def require_router_to_learn(
         self, router: nn.Module, call: Callable[[], Tensor], name: str
@@ -496,6 +545,7 @@ class PartChecks:
             weights_N = plan.weights_N.clone().requires_grad_()
             y_TD = experts.run(x_TD, replace(plan, weights_N=weights_N))
         y_TD = self.require_like(y_TD, x_TD, name)
+        self.require_unchanged(x_TD, self.random(*x_TD.shape), "x_TD")
         self.require_gradient(
             y_TD,
             [weights_N],
@@ -506,6 +556,36 @@ class PartChecks:
         dropped = replace(pairs, dropped_N=torch.ones_like(pairs.dropped_N))
         y_TD = experts.run(x_TD, plan_function(dropped, num_experts))
         self.require_like(y_TD, x_TD, f"{name} for a plan that drops every pair")
+        self.require_sum_over_pairs(experts, x_TD, pairs, plan_function)
+
+    def require_sum_over_pairs(
+        self,
+        experts: Experts,
+        x_TD: Tensor,
+        pairs: Routing,
+        plan_function: Callable[[Routing, int], Plan],
+    ) -> None:
+        """Raise if the output for two pairs of each token, those of `pairs` and those with the next expert,
+        is not the sum of the outputs for one.
+        """
+        num_experts = pairs.num_experts
+        next_pairs = replace(pairs, expert_ids_N=(pairs.expert_ids_N + 1) % num_experts)
+        ids_TK = torch.stack([pairs.expert_ids_N, next_pairs.expert_ids_N], dim=-1)
+        weights_TK = pairs.weights_N[:, None].expand_as(ids_TK)
+        both = routing_of_pairs(
+            weights_TK, ids_TK, pairs.logits_TE, pairs.scores_TE, TokenContext()
+        )
+        x_TD = experts.before_dispatch(x_TD)
+        first_TD, next_TD, both_TD = (
+            experts(x_TD, plan_function(routing, num_experts))
+            for routing in (pairs, next_pairs, both)
+        )
+        difference = (both_TD - first_TD - next_TD).abs().max()
+        if difference > 1e-3 * both_TD.abs().max() + 1e-6:
+            raise self.error(
+                "the output of its experts for two pairs of a token is not the sum of those for one pair; "
+                "return the sum over all pairs of the plan, as index_add does"
+            )
 
 
 @dataclass(frozen=True)

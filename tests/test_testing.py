@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from moe_ffn import ConfigError, FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
 from moe_ffn.config.errors import UseCase
-from moe_ffn.experts import ExpertsConfig
-from moe_ffn.outputs import Routing
+from moe_ffn.experts import Experts, ExpertsConfig
+from moe_ffn.outputs import Plan, Routing, VariableKRouting
 from moe_ffn.routing import (
     LinearRouter,
     LinearTopKConfig,
@@ -98,6 +99,75 @@ def test_dropout_does_not_hide_a_block_that_looks_ahead() -> None:
         check_ffn(LeakingInTraining(), D_MODEL)
 
 
+class InPlace(Leaking):
+    """Overwrites its input, which the residual connection still needs."""
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        return FFNOutput(self.up(x.mul_(0.5)))
+
+
+def test_a_block_that_overwrites_its_input_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"^InPlace: forward changes x in place, which belongs"):
+        check_ffn(InPlace(), D_MODEL)
+
+
+class MatrixConfig(ExpertsConfig, frozen=True):
+    """One matrix for each expert, and the mistakes that one can make in adding up their outputs."""
+
+    mistake: str = ""
+
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
+        return Matrices(self, d_model, num_experts)
+
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
+        return d_model**2
+
+    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
+        return 2 * d_model**2
+
+
+class Matrices(Experts):
+    def __init__(self, config: MatrixConfig, d_model: int, num_experts: int) -> None:
+        super().__init__()
+        self.mistake = config.mistake
+        self.weight_EDD = nn.Parameter(torch.randn(num_experts, d_model, d_model))
+
+    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
+        if self.mistake == "in_place":
+            x_TD.mul_(2)
+        end_N = torch.arange(len(plan.token_indices_N))
+        ids_N = torch.searchsorted(plan.offsets_E, end_N, right=True)
+        ids_N = ids_N.clamp(
+            max=len(self.weight_EDD) - 1
+        )  # pairs that are not computed have weight 0
+        y_ND = (self.weight_EDD[ids_N] @ x_TD[plan.token_indices_N].unsqueeze(-1)).squeeze(-1)
+        weighted_ND = plan.weights_N[:, None] * y_ND
+        if self.mistake == "last":
+            return torch.zeros_like(x_TD).index_copy(0, plan.token_indices_N, weighted_ND)
+        sums_TD = torch.zeros_like(x_TD).index_add(0, plan.token_indices_N, weighted_ND)
+        return x_TD + sums_TD if self.mistake == "residual" else sums_TD
+
+
+NOT_THE_SUM = "the output of its experts for two pairs of a token is not the sum of those for one"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("in_place", "forward changes x_TD in place, which belongs to the model"),
+        ("last", NOT_THE_SUM),
+        ("residual", NOT_THE_SUM),
+    ],
+)
+def test_experts_that_do_not_return_the_weighted_sum_are_rejected(
+    mistake: str, message: str
+) -> None:
+    check_experts(MatrixConfig.model_validate({}), D_MODEL, 4)
+    check_experts(MatrixConfig.model_validate({}), D_MODEL, 1)
+    with pytest.raises(ConfigError, match=message):
+        check_experts(MatrixConfig.model_validate({"mistake": mistake}), D_MODEL, 4)
+
+
 class Deaf(FFNBlock):
     """Returns a routing whose weights nothing is multiplied by."""
 
@@ -143,6 +213,12 @@ class CosineRouter(LinearRouter):
         mistake, temperature = self.config.mistake, self.log_temperature.exp()
         if mistake == "detached":
             temperature = temperature.detach()
+        if mistake == "in_place":
+            x_TD.mul_(2)
+        if mistake == "no_mask":
+            context = TokenContext(sequence_length=context.sequence_length)
+        if mistake == "no_length":
+            context = TokenContext(mask=context.mask)
         x_TD = nn.functional.normalize(x_TD, dim=-1)
         if mistake == "raises":
             x_TD = x_TD @ x_TD
@@ -153,7 +229,17 @@ class CosineRouter(LinearRouter):
             weights_TK = weights_TK / (ids_TK > 0)
         if mistake == "auxiliary":  # the temperature learns only from the balancing losses
             scores_TE = (logits_TE / temperature).softmax(dim=-1)
-        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context)
+        if mistake == "nan_scores":
+            scores_TE = scores_TE * torch.nan
+        routing = routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context)
+        if mistake == "by_expert":
+            order_N = routing.expert_ids_N.argsort()
+            names = ("token_indices_N", "expert_ids_N", "weights_N")
+            routing = replace(routing, **{name: getattr(routing, name)[order_N] for name in names})
+        if mistake == "selected_by_weight":
+            fields = {**vars(routing), "selected_N": routing.weights_N}
+            routing = VariableKRouting(**fields)
+        return routing
 
 
 @pytest.mark.parametrize(
@@ -174,6 +260,34 @@ class CosineRouter(LinearRouter):
             {"mistake": "nan"},
             "'tests.test_testing:CosineConfig': its routing has weights_N that are NaN or infinite, "
             "although x is finite",
+        ),
+        (
+            {"mistake": "nan_scores"},
+            "'tests.test_testing:CosineConfig': its routing has scores_TE that are NaN or infinite, "
+            "although x is finite",
+        ),
+        (
+            {"mistake": "in_place"},
+            "'tests.test_testing:CosineConfig': forward changes x_TD in place, which belongs to the model",
+        ),
+        (
+            {"mistake": "no_mask"},
+            "'tests.test_testing:CosineConfig': its routing has another mask_T than context.mask, so padding "
+            "would reach experts and losses; pass context to routing_of_pairs",
+        ),
+        (
+            {"mistake": "no_length"},
+            "'tests.test_testing:CosineConfig': its routing has sequence_length 16, expected 8",
+        ),
+        (
+            {"mistake": "by_expert"},
+            "'tests.test_testing:CosineConfig': its routing has token_indices_N that decrease, but the pairs "
+            "of a token must follow those of earlier tokens; sort the pairs by token",
+        ),
+        (
+            {"mistake": "selected_by_weight"},
+            "'tests.test_testing:CosineConfig': its routing has selected_N of torch.float32, expected "
+            "torch.bool",
         ),
         (
             {"k": 5},

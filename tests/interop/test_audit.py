@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -242,7 +244,14 @@ def noisy_in_training() -> Any:
     return healthy("phimoe", router_jitter_noise=0.3).train()
 
 
-@pytest.mark.parametrize("build", [modules_to_save, one_expert, noisy_in_training])
+def checkpointed() -> Any:
+    model = healthy()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=True)
+    return model
+
+
+@pytest.mark.parametrize("build", [modules_to_save, one_expert, noisy_in_training, checkpointed])
 def test_no_healthy_setting_is_accused(build: Callable[[], Any]) -> None:
     inputs = {name: value[:4, :24] for name, value in batch().items()}
     inputs["attention_mask"][1] = 0  # a sequence of padding

@@ -6,15 +6,17 @@ B sequences, S positions, V vocabulary, T = B * S tokens
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.interop.audit.layers import (
@@ -199,7 +201,9 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     ]
     devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
-        with torch.random.fork_rng(list(devices)):
+        # `torch.autograd.grad` does not reach the parameters inside a checkpoint with `use_reentrant=True`.
+        without_checkpoints = patch.object(CheckpointFunction, "apply", _run_once)
+        with torch.random.fork_rng(list(devices)), without_checkpoints:
             torch.manual_seed(0)
             model.train(training)
             for module in recomputing:
@@ -210,6 +214,11 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = was_training
         for module in recomputing:
             module.gradient_checkpointing = True
+
+
+def _run_once(function: Callable[..., Any], preserve_rng_state: bool, *arguments: Any) -> Any:
+    """Replace `CheckpointFunction.apply`: run a function that stores its activations."""
+    return function(*arguments)
 
 
 def checked_batch(batch: Any) -> Mapping[str, Any]:
