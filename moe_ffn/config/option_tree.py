@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from moe_ffn.config.base import Config, TaggedConfig, help_texts
-from moe_ffn.config.errors import ConfigError, any_of, explain, nearest, suggest
+from moe_ffn.config.errors import ConfigError, any_of, did_you_mean, explain, nearest, suggest
 
 REQUIRED = "(required)"
 """Value shown for an option that has neither a value nor a default."""
@@ -268,9 +268,10 @@ def _hint_for_other_type(typed: str, tree: Option) -> str:
     ]
     if not types:
         return ""
+    near = did_you_mean(name, (option.name for option in section.children()), cutoff=0.85)
     return (
         f"unknown with {path}.type '{section.type}'; it belongs to type {any_of(types)}: "
-        f"leave it out, or add --{path}.type {types[0]}"
+        f"leave it out, or add --{path}.type {types[0]}{near}"
     )
 
 

@@ -6,12 +6,14 @@ import codecs
 import glob
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
@@ -21,6 +23,8 @@ from pydantic import BeforeValidator, Field
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.files import reason
+
+log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 16
 """Maximum bytes of a block: large enough to encode efficiently, small enough to spread over cores."""
@@ -147,7 +151,7 @@ def read_text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[
     for file, problem in zip(files, problems, strict=True):
         if problem and (file.is_given or all(problems)):
             raise ConfigError(f"{key}: '{file.path}' {problem}")
-    num_bytes = 0
+    num_bytes, skipped = 0, []
     for file in files:
         size = _text_size(file.path)
         if size is not None:
@@ -157,10 +161,23 @@ def read_text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[
             raise ConfigError(
                 f"{key}: '{file.path}' is not UTF-8 text; convert it to UTF-8 or leave it out"
             )
+        else:
+            skipped.append(str(file.path))
     if not num_bytes:
         raise ConfigError(
             f"{key}: {', '.join(map(repr, paths))} is empty, or has only hidden files and files that are not "
             "UTF-8 text; name another file or folder"
+        )
+    _log_skipped(tuple(skipped))
+
+
+@cache  # a corpus is read several times while it is prepared
+def _log_skipped(paths: Sequence[str]) -> None:
+    if paths:
+        log.info(
+            "data: files skipped, since they are not UTF-8 text: %d, such as '%s'",
+            len(paths),
+            paths[0],
         )
 
 

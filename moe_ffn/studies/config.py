@@ -241,7 +241,7 @@ class StudyConfig(Config, frozen=True):
         given: Mapping[str, Any] | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> StudyConfig:
-        """Read a study; its name is the stem of its file, or the folder of a `study.yaml`.
+        """Read a study; its name is by default the stem of its file.
 
         A name or seeds in `given` replace those in the file; `overrides` are options of all runs, over
         everything in the file. Raises ConfigError if the file cannot be read, or is not a study.
@@ -259,8 +259,7 @@ class StudyConfig(Config, frozen=True):
                 f"'{path}' is not a study: it has neither arms nor a grid; give one of them, or, to compare "
                 "config files as arms, name them without --config"
             )
-        name = path.resolve().parent.name if path.name == STUDY_FILE else path.stem
-        options = {"name": name, **options, **(given or {})}
+        options = {"name": path.stem, **options, **(given or {})}
         if (base := options.pop("base", None)) is not None:
             if not isinstance(base, str):
                 raise ConfigError(f"base: must be the path of a config file, got {show(base)}")

@@ -16,6 +16,10 @@ REJECTED: dict[str, str | re.Pattern[str]] = {
         "model.ffn.num_experts: unknown with model.ffn.type 'dense'; it belongs to type 'moe' or "
         "'soft_moe': leave it out, or add --model.ffn.type moe"
     ),
+    "--data.corpus.type text --data.corpus.path my_texts": (
+        "data.corpus.path: unknown with data.corpus.type 'text'; it belongs to type 'hf_dataset': leave it "
+        "out, or add --data.corpus.type hf_dataset; did you mean 'paths'?"
+    ),
     "--trainer.fast_dev_run true": (
         "trainer.fast_dev_run: unknown; did you mean 'trainer.max_steps'?"
     ),

@@ -70,6 +70,16 @@ class TestText:
     def test_a_folder_is_searched_but_for_hidden_and_binary_files(self, folder: Path) -> None:
         assert names(folder) == ["a.md", "b.txt", "deep/c.txt"]
 
+    def test_skipped_files_are_logged_once(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO")
+        names(folder)
+        names(folder)
+        assert caplog.messages == [
+            f"data: files skipped, since they are not UTF-8 text: 3, such as '{folder}/image.png'"
+        ]
+
     @pytest.mark.parametrize(
         ("pattern", "expected"),
         [

@@ -138,6 +138,18 @@ def test_nonfinite_values_are_gaps_and_missing_ones_raise() -> None:
         figures.differences(alone)
 
 
+def test_the_frontier_leaves_out_arms_that_predict_other_tokens() -> None:
+    options = {"model.causal": False}
+    arms = [
+        make_result("gelu", 0, 2.0, flops_per_token=1000),
+        make_result("swiglu", 0, 1.5, flops_per_token=2000),
+        make_result("bert", 0, 3.0, flops_per_token=3000, options=options),
+    ]
+    line = drawn(figures.frontier(Comparison.of(arms, baseline="gelu"), "FLOPs"))["frontier"]
+
+    assert list(line.y) == [2.0, 1.5]
+
+
 def test_the_frontier_joins_the_pareto_optimal_arms(comparison: Comparison) -> None:
     figure = figures.frontier(comparison, "FLOPs")
     points = drawn(figure)

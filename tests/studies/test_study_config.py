@@ -172,6 +172,12 @@ def test_command_line_options_override_everything(tmp_path: Path) -> None:
     assert again.planned_runs()[0].config.trainer.max_steps == 8, "over what was given to the copy"
 
 
+def test_the_name_is_the_stem_of_any_file(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("arms: {a: {}}")
+    assert StudyConfig.read(file).name == "study"
+
+
 def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
     (tmp_path / "gating.yaml").write_text("arms: {own: {model.ffn: {type: own_block.py:Config}}}")
     read = StudyConfig.read(tmp_path / "gating.yaml")

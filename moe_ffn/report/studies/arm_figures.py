@@ -183,7 +183,9 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
         raise NotMeasuredError(f"{cost} of training is not known for every arm")
     traces: list[go.Scatter] = []
     pairs = list(zip(known, arms, strict=True))
-    best = sorted((x, arm.loss) for x, arm in pairs if arm.on_frontier.get(cost))
+    best = sorted(
+        (x, arm.loss) for x, arm in pairs if arm.on_frontier.get(cost) and arm.task == arms[0].task
+    )
     if len(best) > 1:
         xs, ys = zip(*best, strict=True)
         style = ("quiet", "dot")
