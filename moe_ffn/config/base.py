@@ -74,6 +74,8 @@ class Config(BaseModel, frozen=True):
     def _choose_class_and_reject_unknown_keys(
         cls, data: Any, handler: ModelWrapValidatorHandler[Self]
     ) -> Any:
+        # Before 2.14, pydantic cannot serialise a nested config whose class was not built for itself.
+        (type(data) if isinstance(data, BaseModel) else cls).model_rebuild()
         if isinstance(data, BaseModel):
             return handler(data)
         data = cls._as_mapping(data)
