@@ -411,7 +411,8 @@ def draw_specialisation(panel: Panel) -> None:
 def claims() -> Drawing:
     """Draw a panel for each claim of the study `ladder`."""
     drawing = Drawing(1000, 560)
-    sizes = {math.log(0.305e6): "0.31 M", math.log(0.636e6): "0.64 M", math.log(1.36e6): "1.36 M", math.log(3.44e6): "3.44 M"}
+    millions = {0.305: "0.31 M", 0.636: "0.64 M", 1.36: "1.36 M", 3.44: "3.44 M"}
+    sizes = {math.log(1e6 * size): label for size, label in millions.items()}
     active = "active parameters"
 
     def ticks(*values: float, form: str = ".1f") -> dict[float, str]:
