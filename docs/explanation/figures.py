@@ -423,7 +423,7 @@ def claims() -> Drawing:
     title, unit = "Per FLOP, experts end lower", "10^15 FLOPs of training, largest size"
     draw_curves(Panel(drawing, (24, 34), title, flops, losses, unit), False)
     hours = {x * 3600.0: f"{x}" for x in (2, 3, 4, 5, 6, 7)}
-    title, unit = "Per second, too", "hours on one CPU core, largest size"
+    title, unit = "Seconds, estimated", "hours on one CPU core, largest size"
     draw_curves(Panel(drawing, (356, 34), title, hours, losses, unit), True)
     title, gains = (
         "Loss minus that of the best dense",
