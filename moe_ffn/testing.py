@@ -580,8 +580,9 @@ class PartChecks:
             experts(x_TD, plan_function(routing, num_experts))
             for routing in (pairs, next_pairs, both)
         )
+        self.require_like(both_TD, x_TD, "the output of its experts for two pairs of a token")
         difference = (both_TD - first_TD - next_TD).abs().max()
-        if difference > 1e-3 * both_TD.abs().max() + 1e-6:
+        if difference > 3e-2 * both_TD.abs().max() + 1e-6:  # experts may compute in bfloat16
             raise self.error(
                 "the output of its experts for two pairs of a token is not the sum of those for one pair; "
                 "return the sum over all pairs of the plan, as index_add does"

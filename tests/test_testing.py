@@ -142,6 +142,10 @@ class Matrices(Experts):
         )  # pairs that are not computed have weight 0
         y_ND = (self.weight_EDD[ids_N] @ x_TD[plan.token_indices_N].unsqueeze(-1)).squeeze(-1)
         weighted_ND = plan.weights_N[:, None] * y_ND
+        if self.mistake == "rounded":
+            weighted_ND = weighted_ND.bfloat16().to(x_TD.dtype)
+        if self.mistake == "nan_for_two" and len(plan.token_indices_N) > len(x_TD):
+            return torch.full_like(x_TD, torch.nan)
         if self.mistake == "last":
             return torch.zeros_like(x_TD).index_copy(0, plan.token_indices_N, weighted_ND)
         sums_TD = torch.zeros_like(x_TD).index_add(0, plan.token_indices_N, weighted_ND)
@@ -157,6 +161,7 @@ NOT_THE_SUM = "the output of its experts for two pairs of a token is not the sum
         ("in_place", "forward changes x_TD in place, which belongs to the model"),
         ("last", NOT_THE_SUM),
         ("residual", NOT_THE_SUM),
+        ("nan_for_two", "experts for two pairs of a token contains NaN or infinity"),
     ],
 )
 def test_experts_that_do_not_return_the_weighted_sum_are_rejected(
@@ -164,6 +169,7 @@ def test_experts_that_do_not_return_the_weighted_sum_are_rejected(
 ) -> None:
     check_experts(MatrixConfig.model_validate({}), D_MODEL, 4)
     check_experts(MatrixConfig.model_validate({}), D_MODEL, 1)
+    check_experts(MatrixConfig.model_validate({"mistake": "rounded"}), D_MODEL, 4)
     with pytest.raises(ConfigError, match=message):
         check_experts(MatrixConfig.model_validate({"mistake": mistake}), D_MODEL, 4)
 

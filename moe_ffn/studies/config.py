@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from moe_ffn.config.base import Config, mapped
 from moe_ffn.config.errors import ConfigError, did_you_mean, nearest_or_all, show
 from moe_ffn.config.import_path import FileTag
-from moe_ffn.config.option_tree import flatten, merge, nest_options
+from moe_ffn.config.option_tree import flatten, lookup, merge, nest_options
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.runs.budget import Budget
@@ -338,19 +338,20 @@ def _nested(options: Mapping[Any, Any], section: str) -> Options:
     """Return options with nested mappings for dotted keys, at any depth; ConfigError for an option with two
     values, of which the dotted key would win unnoticed.
     """
-    nested = {
+    given = {
         str(key): _nested(value, f"{section}{key}.") if isinstance(value, Mapping) else value
         for key, value in options.items()
     }
-    given: Options = {}
-    for key, value in nested.items():
-        for path, leaf in flatten({key: value}).items():
-            if given.setdefault(path, leaf) != leaf:
-                raise ConfigError(
-                    f"{section}{path}: has two values, {show(given[path])} and {show(leaf)}, by a dotted key "
-                    "and inside a mapping, perhaps through `<<`; give it once"
-                )
-    return nest_options(nested.items())
+    nested = nest_options(given.items())
+    for path, value in (leaf for item in given.items() for leaf in flatten(dict([item])).items()):
+        kept = lookup(nested, path)
+        kept = kept.get("type") if isinstance(kept, Mapping) else kept
+        if show(kept) != show(value):
+            raise ConfigError(
+                f"{section}{path}: has two values, {show(kept)} and {show(value)}, by a dotted key and "
+                "inside a mapping, perhaps through `<<`; give it once"
+            )
+    return nested
 
 
 def _with_seed(value: Any, seed: int) -> Any:

@@ -87,6 +87,8 @@ def test_an_option_with_two_values_in_one_arm_is_an_error() -> None:
         "arms.adamw.optimizer.learning_rate: has two values, 0.08 and 0.03, by a dotted key and inside a "
         "mapping, perhaps through `<<`; give it once"
     )
+    with pytest.raises(ConfigError, match=r"arms.a.model.ffn: has two values, .*moe.* and .*dense"):
+        planned("arms: {a: {model.ffn.type: moe, model: {ffn: dense}}}")
 
 
 def test_the_seed_is_substituted_in_option_texts() -> None:

@@ -193,7 +193,8 @@ def _with_decoder_inputs(batch: Mapping[str, Any], start: int) -> dict[str, Any]
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set training or evaluation, without gradient checkpointing, which runs layers twice; then restore each
-    module's mode and torch's random state.
+    module's mode and torch's random state. Do not train in another thread meanwhile: `CheckpointFunction` is
+    replaced for the whole process.
     """
     before = [(module, module.training) for module in model.modules()]
     recomputing: list[Any] = [
