@@ -188,11 +188,14 @@ def test_the_flops_that_upcycling_begins_with_are_those_of_its_dense_model() -> 
     assert study.initial_flops == Budget.of(dense).training_flops
 
 
+def what_we_found() -> str:
+    """Return that section of the README."""
+    section = README.read_text(encoding="utf-8").partition("## What we found")[2]
+    return section.partition("\n## ")[0]
+
+
 def test_the_readme_gives_no_number_that_its_studies_do_not() -> None:
-    section = (
-        README.read_text(encoding="utf-8").partition("## What we found")[2].partition("\n## ")[0]
-    )
-    lines = re.findall(r"^\|.*\]\(docs/.*", section, re.MULTILINE)
+    lines = re.findall(r"^\|.*\]\(docs/.*", what_we_found(), re.MULTILINE)
     assert len(lines) == 8
     by_name = {file.stem: computed(file) for file in STUDIES}
     by_name["leaderboard"] = LEADERBOARD.read_text(encoding="utf-8")
@@ -209,8 +212,7 @@ def counts(text: str) -> set[tuple[str, str]]:
 
 def test_the_counts_in_the_readme_are_those_of_the_leaderboard_and_of_ladder() -> None:
     """Budgets won, and runs that beat a 5-gram model."""
-    section = README.read_text(encoding="utf-8").partition("## What we found")[2]
-    given = counts(section.partition("\n## ")[0])
+    given = counts(what_we_found())
     assert len(given) == 4
     pages = (LEADERBOARD, PAGES / "ladder.md")
     assert given <= set().union(*(counts(page.read_text(encoding="utf-8")) for page in pages))

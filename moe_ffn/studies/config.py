@@ -343,14 +343,15 @@ def _nested(options: Mapping[Any, Any], section: str) -> Options:
         for key, value in options.items()
     }
     nested = nest_options(given.items())
-    for path, value in (leaf for item in given.items() for leaf in flatten(dict([item])).items()):
-        kept = lookup(nested, path)
-        kept = kept.get("type") if isinstance(kept, Mapping) else kept
-        if show(kept) != show(value):
-            raise ConfigError(
-                f"{section}{path}: has two values, {show(kept)} and {show(value)}, by a dotted key and "
-                "inside a mapping, perhaps through `<<`; give it once"
-            )
+    for key, part in given.items():
+        for path, value in flatten({key: part}).items():
+            kept = lookup(nested, path)
+            kept = kept.get("type") if isinstance(kept, Mapping) else kept
+            if show(kept) != show(value):
+                raise ConfigError(
+                    f"{section}{path}: has two values, {show(kept)} and {show(value)}, by a dotted key and "
+                    "inside a mapping, perhaps through `<<`; give it once"
+                )
     return nested
 
 
