@@ -151,7 +151,17 @@ def test_the_next_sweep_waits_for_the_runs_of_one_that_was_killed(scene: Path) -
     kill(first.pid)
     first.join()
 
+    runs = pids()
+    for number in runs:  # so that they do not end before the next sweep looks
+        os.kill(number, signal.SIGSTOP)
+
+    Path("second.txt").touch()
     second = start(scene, "second.txt", "--trainer.max_steps", "40")
+    while Path("second.txt").read_text().count("waiting for it\n") != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for number in runs:
+        os.kill(number, signal.SIGCONT)
     second.join()
 
     printed = Path("second.txt").read_text()
