@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError, UseCase, show
 from moe_ffn.experts import Experts, ExpertsConfig
 from moe_ffn.ffn import FFNBlock, FFNConfig
+from moe_ffn.ffn.base import inner_blocks
 from moe_ffn.ffn.dispatch import make_plan, unsorted_plan
 from moe_ffn.outputs import (
     FFNOutput,
@@ -622,7 +623,7 @@ def miscounted(
 
 def _miscounted_experts(ffn: FFNConfig, d_model: int) -> str:
     """Return a clause on the miscounted experts of a block; empty if there are none."""
-    for inner in ffn.inner_blocks().values():
+    for inner in inner_blocks(ffn).values():
         if cause := _miscounted_experts(inner, d_model):
             return cause
     if (stack := ffn.expert_stack) is None:

@@ -120,10 +120,6 @@ class FFNConfig(TaggedConfig, frozen=True):
         """Return the routers of the block by the names of `FFNOutput.routings`."""
         return {}
 
-    def inner_blocks(self) -> dict[str, FFNConfig]:
-        """Return the blocks among the options, by name."""
-        return {option: value for option, value in self if isinstance(value, FFNConfig)}
-
     @property
     def expert_stack(self) -> ExpertStack | None:
         """The experts in the option `experts`; None for a block without experts."""
@@ -144,16 +140,6 @@ class FFNConfig(TaggedConfig, frozen=True):
             )
         return unsupported
 
-    def unfit_width(self, d_model: int) -> Unsupported | None:
-        """Return the reason why the experts of the block cannot have their widths; None if they can."""
-        for option, block in self.inner_blocks().items():
-            if unfit := block.unfit_width(d_model):
-                return unfit.inside(option)
-        if (stack := self.expert_stack) is None:
-            return None
-        unfit = stack.config.unfit_width(d_model, stack.experts_per_token)
-        return unfit and unfit.inside("experts")
-
     @abstractmethod
     def build(self, d_model: int) -> FFNBlock:
         """Return a new block for tokens of width `d_model`."""
@@ -172,7 +158,7 @@ class FFNConfig(TaggedConfig, frozen=True):
 
     def with_k(self, k: int, d_model: int) -> Self:
         """Return a config for evaluation with k experts per token of the same width; see `RouterConfig`."""
-        blocks = {option: block.with_k(k, d_model) for option, block in self.inner_blocks().items()}
+        blocks = {option: block.with_k(k, d_model) for option, block in inner_blocks(self).items()}
         return self.model_copy(update=blocks)
 
     def describe(self) -> str:
@@ -180,11 +166,27 @@ class FFNConfig(TaggedConfig, frozen=True):
         return self.type
 
 
+def inner_blocks(config: FFNConfig) -> dict[str, FFNConfig]:
+    """Return the blocks among the options of a block, by name."""
+    return {option: value for option, value in config if isinstance(value, FFNConfig)}
+
+
 def inner_configs(config: FFNConfig) -> dict[str, HasRequirements]:
     """Return the configs inside a block by option: its inner blocks, then its experts."""
     stack = config.expert_stack
     experts = {} if stack is None else {"experts": stack.config}
-    return {**config.inner_blocks(), **experts}
+    return {**inner_blocks(config), **experts}
+
+
+def unfit_width(config: FFNConfig, d_model: int) -> Unsupported | None:
+    """Return the reason why the experts of a block cannot have their widths; None if they can."""
+    for option, block in inner_blocks(config).items():
+        if unfit := unfit_width(block, d_model):
+            return unfit.inside(option)
+    if (stack := config.expert_stack) is None:
+        return None
+    unfit = stack.config.unfit_width(d_model, stack.experts_per_token)
+    return unfit and unfit.inside("experts")
 
 
 PlaceExperts = Callable[[Experts, int], Dispatcher]

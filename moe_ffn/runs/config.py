@@ -14,7 +14,7 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config.base import Config
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn import WidthMatch
-from moe_ffn.ffn.base import short_name
+from moe_ffn.ffn.base import short_name, unfit_width
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.parametrization import ParameterScale
 from moe_ffn.runs.json_files import Facts
@@ -106,7 +106,7 @@ class TrainConfig(Config, frozen=True):
     @model_validator(mode="after")
     def _check_widths_of_experts(self) -> TrainConfig:
         for option, ffn in dict(self.model.ffns_by_option()).items():
-            if unfit := ffn.unfit_width(self.model.d_model):
+            if unfit := unfit_width(ffn, self.model.d_model):
                 raise ValueError(f"model.{unfit.inside(option)}")
         return self
 

@@ -121,15 +121,6 @@ def test_config_block_and_output_name_the_same_routings(block: Any) -> None:
         assert len(infos[name].expert_names()) == routing.num_experts
 
 
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-def test_inner_blocks_are_given_by_their_named_options(block: Any) -> None:
-    config = FFNConfig.model_validate(block)
-    for option, inner in config.inner_blocks().items():
-        assert getattr(config, option) is inner
-    held = [option for option, value in config if isinstance(value, FFNConfig)]
-    assert held == list(config.inner_blocks())
-
-
 def test_router_infos_give_the_path_of_inner_routers() -> None:
     config = FFNConfig.model_validate(BLOCKS["moe in depths"])
     infos = config.router_infos()
