@@ -157,6 +157,7 @@ def test_the_next_sweep_waits_for_the_runs_of_one_that_was_killed(scene: Path) -
 
     Path("second.txt").touch()
     second = start(scene, "second.txt", "--trainer.max_steps", "40")
+    deadline = time.monotonic() + 60
     while Path("second.txt").read_text().count("waiting for it\n") != 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
