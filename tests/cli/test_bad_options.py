@@ -46,6 +46,9 @@ REJECTED: dict[str, str | re.Pattern[str]] = {
         "dropout: unknown; did you mean 'model.dropout' or 'model.attention.dropout' or "
         "'model.ffn.experts.dropout'?"
     ),
+    "--model.ffn.dropout 0.1": (  # not model.dropout, of another section
+        "model.ffn.dropout: unknown; did you mean 'model.ffn.experts.dropout'?"
+    ),
     "--lr --seed 3": "--lr: unknown; did you mean 'optimizer.learning_rate'?",
     # Types.
     "--model.ffn.experts.latent 16": (

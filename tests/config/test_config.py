@@ -38,6 +38,8 @@ REJECTED = """
     {x}: unknown; known: title, shape, shapes, options
 {shape: {side: 3.0}}
     shape.type: missing; one of: circle, ellipse, square, or my_file.py:ClassName
+{shape: {tpye: circle}}
+    shape.type: missing, but there is 'tpye'; one of: circle, ellipse, square, or my_file.py:ClassName
 {shape: {type: sqare}}
     shape.type: unknown 'sqare'; did you mean 'square'?; known: circle, ellipse, square
 {shape: own.py}

@@ -1147,6 +1147,25 @@ def test_a_wrong_balancing_loss_is_found(defect: str) -> None:
     assert set(problems(report)) == {"balancing"}, report
 
 
+def test_a_loss_that_ignores_accumulation_counts_as_often_as_there_are_batches() -> None:
+    case = adamw(with_loss())
+    report = audit(case.model, case.batch, case.optimizer, accumulation=4)
+    assert "in a step of 4 batches the balancing loss counts 4 times" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: Listed(), "the model has neither a balancing loss nor a correction bias"),
+        (lambda: healthy("deepseek_v3"), "routers have a correction bias"),
+    ],
+)
+def test_a_forward_pass_without_a_balancing_loss_is_reported(
+    build: Callable[[], Any], sentence: str
+) -> None:
+    assert sentence in str(audit(build(), batch()))
+
+
 @pytest.mark.parametrize(
     ("router", "needs_a_loss"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import warnings
@@ -109,6 +110,19 @@ def test_its_numbers_are_those_of_plain_arithmetic(qwen: Path, tmp_path: Path) -
     assert (worst.rows, worst.num_rows) == (6, 6)
     with pytest.raises(FrozenInstanceError):
         found.kl = 0.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_change_of_zeros_has_no_finite_relative_size(tmp_path: Path) -> None:
+    def clear_router(model: Any) -> None:
+        model.model.layers[0].mlp.gate.weight.zero_()
+
+    def set_router(model: Any) -> None:
+        model.model.layers[0].mlp.gate.weight.fill_(0.25)
+
+    a = save_theirs("qwen3_moe", tmp_path / "a", clear_router)
+    b = save_theirs("qwen3_moe", tmp_path / "b", set_router)
+    (changed,) = moe_ffn.diff(a, b, TEXT).tensors
+    assert (changed.largest, changed.relative) == (0.25, math.inf)
 
 
 def test_a_difference_of_only_selection_is_all_routing(tmp_path: Path) -> None:

@@ -156,6 +156,15 @@ def test_another_k_is_used_by_layer_and_counted(ffn: Any) -> None:
     assert torch.equal(model(some_ids(2, 8)).logits, before)
 
 
+def test_a_capacity_is_given_for_each_layer_that_limits_it() -> None:
+    limited = {"type": "moe", "num_experts": 4, "capacity": {"factor": 1.25}}
+    model = build(num_layers=3, ffn=limited, ffn_at={"1": "moe", "2": "swiglu"})
+    routings = model(some_ids(2, 8)).routings
+    (found,) = model.expert_capacities(routings).items()
+    assert found == ("layer_00", 10)  # 1.25 * 16 tokens * 2 experts per token / 4 experts
+    assert model.eval().expert_capacities(routings) == {}
+
+
 TABLE = {"type": "moe", "router": {"type": "top_k", "token_table": {"vocab_size": 11}}}
 NO_K = "no router of these layers chooses k experts by score, as 'top_k' does (routers: "
 

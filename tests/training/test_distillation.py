@@ -119,6 +119,7 @@ def test_stored_answers_are_the_teachers_at_each_position(
     assert done.code == 0, done.stderr
     loaded = moe_ffn.load_run(run)
     tokens = torch.from_numpy(np.array(prepare(loaded.config.data).train, "int64"))
+    assert f"{len(tokens) - 1:,} positions" in done.stdout
     stored = StoredAnswers(file, "teacher")
     assert (stored.top, stored.num_positions) == (7, len(tokens) - 1)
     starts = torch.tensor([0, 8, 32, len(tokens) - 17])

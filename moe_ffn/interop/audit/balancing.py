@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +35,9 @@ def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterato
     """Check the balancing of a model of transformers that `trains`, by steps of `accumulation` batches."""
     coefficient = option_of(probe.config, COEFFICIENTS, float)
     is_on = getattr(probe.config, "output_router_logits", None)
-    if is_on is None:
+    # Many configs, such as DeepSeek-V3's, have the option although their model ignores it.
+    takes_option = "output_router_logits" in inspect.signature(probe.base.forward).parameters
+    if is_on is None or not (is_on or takes_option):
         sentence, advice = _without_a_loss(probe)
         yield BALANCING.finding("warn" if trains else "skip", sentence, advice)
     elif not (is_on and coefficient):
