@@ -217,8 +217,7 @@ CONFIG = {"type": "soft_moe", "num_experts": 3, "slots_per_expert": 2}
 def build(backend: str) -> Any:
     torch.manual_seed(0)
     experts = {"type": "swiglu", "d_ff": 8, "backend": backend}
-    ffn = build_ffn({**CONFIG, "experts": experts}, d_model=8)
-    return ffn if backend == "grouped_mm" else ffn.double()
+    return build_ffn({**CONFIG, "experts": experts}, d_model=8)
 
 
 def by_loops(ffn: Any, x_SD: Tensor) -> Tensor:
@@ -245,9 +244,10 @@ def by_loops(ffn: Any, x_SD: Tensor) -> Tensor:
 def test_output_and_gradients_equal_the_loops(
     backend: str, padded: bool, tokens_and_mask: Any, dtype_of: Any, gradients: Any
 ) -> None:
-    ffn, reference = build(backend), build("loop")
+    dtype = dtype_of(backend)
+    ffn, reference = build(backend).to(dtype), build("loop").double()
     reference.load_state_dict(ffn.state_dict())
-    x, mask = tokens_and_mask(dtype_of(backend), padded)
+    x, mask = tokens_and_mask(dtype, padded)
     x_reference = x.double().requires_grad_()
     rows = []
     for sequence, real in zip(x_reference, mask, strict=True):
@@ -257,7 +257,7 @@ def test_output_and_gradients_equal_the_loops(
 
     x.requires_grad_()
     hidden = ffn(x, TokenContext(mask=mask)).hidden
-    tolerance = 1e-5 if backend == "grouped_mm" else 1e-12  # float32 and float64
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     torch.testing.assert_close(hidden.double(), torch.stack(rows), rtol=tolerance, atol=tolerance)
     for name, gradient in gradients(ffn, x, hidden).items():
         torch.testing.assert_close(
