@@ -52,14 +52,18 @@ def on_ranks(
         pipes.append(ours)
         processes.append(process)
     results: list[Any] = []
-    for rank, pipe in enumerate(pipes):
-        assert pipe.poll(SECONDS), f"rank {rank} says nothing for {SECONDS} s"
-        problem, result = pickle.loads(pipe.recv_bytes())
-        assert not problem, f"rank {rank}: {problem}"
-        results.append(result)
-    for process in processes:
-        process.join(SECONDS)
-        assert process.exitcode == 0
+    try:
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(SECONDS), f"rank {rank} says nothing for {SECONDS} s"
+            problem, result = pickle.loads(pipe.recv_bytes())
+            assert not problem, f"rank {rank}: {problem}"
+            results.append(result)
+        for process in processes:
+            process.join(SECONDS)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()  # a rank that waits for one that failed would slow down all later tests
     return results
 
 
