@@ -316,7 +316,7 @@ class Panel:
     x_ticks: Mapping[float, str]
     y_ticks: Mapping[float, str]
     x_title: str
-    legend: float = 130
+    legend: float = 148
     labels: int = 0
 
     def __post_init__(self) -> None:
@@ -415,8 +415,8 @@ def claims() -> Drawing:
     sizes = {math.log(1e6 * size): label for size, label in millions.items()}
     active = "active parameters"
 
-    def ticks(*values: float, form: str = ".1f") -> dict[float, str]:
-        return {value: format(value, form) for value in values}
+    def ticks(*values: float) -> dict[float, str]:
+        return {value: f"{value:.1f}" for value in values}
 
     losses = ticks(1.7, 1.8, 1.9, 2.0, 2.1)
     flops = {x * 1e14: f"{x / 10:g}" for x in (3, 6, 9, 12)}
@@ -425,10 +425,8 @@ def claims() -> Drawing:
     hours = {x * 3600.0: f"{x}" for x in (2, 3, 4, 5, 6, 7)}
     title, unit = "Seconds, estimated", "hours on one CPU core, largest size"
     draw_curves(Panel(drawing, (356, 34), title, hours, losses, unit), True)
-    title, gains = (
-        "Loss minus that of the best dense",
-        ticks(-0.1, -0.05, 0, 0.05, 0.1, form="+.2f"),
-    )
+    gains = {-0.1: "-0.10", -0.05: "-0.05", 0: "0", 0.05: "+0.05", 0.1: "+0.10"}
+    title = "Loss minus that of the best dense"
     panel = Panel(drawing, (688, 34), title, sizes, gains, active)
     draw_over_sizes(panel, SPARSE, lambda arm: arm.difference and arm.difference.interval)
     title, shares = "Share of the cost of the dense loss", ticks(0.7, 0.8, 0.9, 1.0)
