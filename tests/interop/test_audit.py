@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -47,10 +46,10 @@ WITH_A_LOSS = {
 """Families whose classes compute a balancing loss."""
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    warnings.filterwarnings("ignore", category=UserWarning, module="(transformers|peft)")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:(transformers|peft)"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
+]
 
 
 def healthy(family: str = "qwen3_moe", **options: Any) -> Any:
