@@ -154,7 +154,7 @@ def test_experts_that_ignore_the_choice_are_told(
 
 # -- `swap_ffn`: our blocks in dense models compute what was there, or train anew
 
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4}
 DENSE: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("llama", {}, "swiglu"),
     "llama-bias": ("llama", {"mlp_bias": True}, "swiglu"),
