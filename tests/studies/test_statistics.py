@@ -120,7 +120,7 @@ def test_the_seeds_needed_are_the_fewest_that_find_the_difference() -> None:
         count = seeds_needed(sd, alpha=alpha)
         assert detectable_difference(sd, count, alpha=alpha) <= SMALL_DIFFERENCE
         assert detectable_difference(sd, count - 1, alpha=alpha) > SMALL_DIFFERENCE
-    # G*Power's own example of a paired test: d_z = 0.5 at alpha 0.05 takes 34 pairs for a power of 0.80778.
+    # The published table below: 0.5 standard deviations take 34 pairs.
     assert seeds_needed(1.0, 0.5, power=0.80778 - 1e-4) == 34
     assert seeds_needed(0.0) == 3, "two have no interval, whatever their difference"
 
@@ -167,6 +167,11 @@ def test_the_detectable_difference_is_found_with_a_power_of_80_percent(
     quantile = stats.t.ppf(1 - alpha / 2, degrees)
     power = stats.nct.sf(quantile, degrees, difference / 0.02 * math.sqrt(num_pairs))
     assert power == pytest.approx(0.8, abs=1e-6)
+
+
+def test_the_detectable_difference_of_a_published_table() -> None:
+    # G*Power's own example of a paired test: d_z = 0.5 at alpha 0.05 takes 34 pairs for a power of 0.80778.
+    assert detectable_difference(1.0, 34, power=0.80778) == pytest.approx(0.5, abs=1e-4)
 
 
 def test_the_window_bootstrap_has_the_width_of_the_normal_interval() -> None:
