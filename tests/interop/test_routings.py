@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_ffn import ConfigError, DecoderConfig, load_balancing_loss
 from moe_ffn.interop import watch
-from moe_ffn.metrics import LoadMetrics, TokenMetrics
-from tests.helpers.fitted import make_rules
 from tests.helpers.transformers_models import (
     FAMILIES,
     IDS_BS,
@@ -116,27 +114,6 @@ def test_a_loss_of_ours_trains_a_router_of_theirs_with_checkpointing() -> None:
     assert len(passes) == 1, "layers that are computed again are no pass"
     assert model.model.layers[1].mlp.gate.weight.grad.abs().max() > 0
     assert load_balancing_loss(passes[0]["layer_01"]).grad_fn is not None
-
-
-def test_metrics_and_alarms_read_it() -> None:
-    model = routed("olmoe").eval()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.gate.weight.zero_()  # of equal scores the first two are taken
-        model.model.layers[0].mlp.gate.weight.normal_(generator=torch.Generator().manual_seed(3))
-    with watch(model) as passes, torch.no_grad():
-        model(input_ids=IDS_BS, attention_mask=MASK_BS)
-    routings = passes[0]
-    rules, values = make_rules(), {}
-    for name, routing in routings.items():
-        found: dict[str, Tensor] = {"dead_experts": torch.tensor(0)}
-        for metric in (LoadMetrics(num_experts=4), TokenMetrics(num_experts=4)):
-            metric.update(routing)
-            found |= metric.compute()
-        values[name] = found
-
-    kinds = {(a.kind, a.layer) for a in rules.check(1, 20, 4.0, values)}
-    assert kinds == {("collapse", "layer_01")}
 
 
 @pytest.mark.parametrize("family", ["llama", "llama4_text", "jetmoe"])
