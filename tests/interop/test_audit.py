@@ -1028,10 +1028,6 @@ def test_scores_that_only_bfloat16_makes_equal_are_blamed_on_it() -> None:
         assert warned.advice.startswith("the router is in bfloat16")
 
 
-def test_forty_defects_or_more_are_planted() -> None:
-    assert sum(map(len, DEFECTS.values())) + len(LOSSES) >= 40
-
-
 # -- experts of other programs
 
 
