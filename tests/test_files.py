@@ -175,16 +175,11 @@ FAILS = (
 WORKS = "disk: 'run' can be written again"
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Fake clock that reads the last entry of this list."""
+def test_a_problem_that_comes_and_goes_is_reported_once_and_a_later_one_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     times = [0.0]
     monkeypatch.setattr(files.time, "monotonic", lambda: times[-1])
-    return times
-
-
-@pytest.mark.usefixtures("clock")
-def test_a_problem_that_comes_and_goes_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     disk = WriteFailures(Path("run"))
 
     for _ in range(3):
@@ -194,16 +189,6 @@ def test_a_problem_that_comes_and_goes_is_reported_once(capsys: pytest.CaptureFi
         disk.succeeded()
 
     assert capsys.readouterr().err.splitlines() == [FAILS, WORKS]
-
-
-def test_a_later_failure_is_reported_again(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    disk = WriteFailures(Path("run"))
-
+    times.append(QUIET_SECONDS + 1)
     disk.failed(FULL)
-    disk.succeeded()
-    clock.append(QUIET_SECONDS + 1)
-    disk.failed(FULL)
-
-    assert capsys.readouterr().err.splitlines() == [FAILS, WORKS, FAILS]
+    assert capsys.readouterr().err.splitlines() == [FAILS]

@@ -249,61 +249,46 @@ class CosineRouter(LinearRouter):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("mistake", "message"),
     [
         (
-            {"mistake": "miscounted"},
-            r"'tests\.test_testing:CosineConfig': num_params returns 64, but the module has 65 parameters; "
-            "correct num_params, which .*",
+            "miscounted",
+            r"num_params returns 64, but the module has 65 parameters; correct num_params, which .*",
         ),
         (
-            {"mistake": "detached"},
-            "'tests.test_testing:CosineConfig': its parameter log_temperature gets no gradient; compute the "
-            r"tensors of its routing from it, without detach\(\) or no_grad\(\), or set its requires_grad "
-            "to False",
+            "detached",
+            "its parameter log_temperature gets no gradient; compute the tensors of its routing from it, "
+            r"without detach\(\) or no_grad\(\), or set its requires_grad to False",
+        ),
+        ("nan", "its routing has weights_N that are NaN or infinite, although x is finite"),
+        ("nan_scores", "its routing has scores_TE that are NaN or infinite, although x is finite"),
+        ("in_place", "forward changes x_TD in place, which belongs to the model"),
+        (
+            "no_mask",
+            "its routing has another mask_T than context.mask, so padding would reach experts and losses; "
+            "pass context to routing_of_pairs",
+        ),
+        ("no_length", "its routing has sequence_length 16, expected 8"),
+        (
+            "by_expert",
+            "its routing has token_indices_N that decrease, but the pairs of a token must follow those of "
+            "earlier tokens; sort the pairs by token",
         ),
         (
-            {"mistake": "nan"},
-            "'tests.test_testing:CosineConfig': its routing has weights_N that are NaN or infinite, "
-            "although x is finite",
-        ),
-        (
-            {"mistake": "nan_scores"},
-            "'tests.test_testing:CosineConfig': its routing has scores_TE that are NaN or infinite, "
-            "although x is finite",
-        ),
-        (
-            {"mistake": "in_place"},
-            "'tests.test_testing:CosineConfig': forward changes x_TD in place, which belongs to the model",
-        ),
-        (
-            {"mistake": "no_mask"},
-            "'tests.test_testing:CosineConfig': its routing has another mask_T than context.mask, so padding "
-            "would reach experts and losses; pass context to routing_of_pairs",
-        ),
-        (
-            {"mistake": "no_length"},
-            "'tests.test_testing:CosineConfig': its routing has sequence_length 16, expected 8",
-        ),
-        (
-            {"mistake": "by_expert"},
-            "'tests.test_testing:CosineConfig': its routing has token_indices_N that decrease, but the pairs "
-            "of a token must follow those of earlier tokens; sort the pairs by token",
-        ),
-        (
-            {"mistake": "selected_by_weight"},
-            "'tests.test_testing:CosineConfig': its routing has selected_N of torch.float32, expected "
-            "torch.bool",
-        ),
-        (
-            {"k": 5},
-            r"router\.k \(5\) must not exceed num_experts \(4\); lower router.k or raise .*",
+            "selected_by_weight",
+            "its routing has selected_N of torch.float32, expected torch.bool",
         ),
     ],
 )
-def test_a_router_that_breaks_a_promise_is_rejected(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{message}$"):
-        check_router(CosineConfig.model_validate(options), D_MODEL, 4)
+def test_a_router_that_breaks_a_promise_is_rejected(mistake: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^'tests.test_testing:CosineConfig': {message}$"):
+        check_router(CosineConfig.model_validate({"mistake": mistake}), D_MODEL, 4)
+
+
+def test_a_router_that_chooses_more_experts_than_there_are_is_rejected() -> None:
+    message = r"^router\.k \(5\) must not exceed num_experts \(4\); lower router.k or raise "
+    with pytest.raises(ConfigError, match=message):
+        check_router(CosineConfig.model_validate({"k": 5}), D_MODEL, 4)
 
 
 def test_a_good_router_passes_and_an_exception_in_it_keeps_its_traceback() -> None:

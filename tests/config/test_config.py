@@ -140,51 +140,38 @@ def test_a_sentence_comes_before_torch(tmp_path: Path, script: str, said: str) -
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
 @pytest.mark.parametrize(
-    ("variables", "is_first"),
+    ("variables", "is_first", "num_waits"),
     [
-        ({}, True),
-        ({"LOCAL_RANK": "0", "RANK": "4"}, True),  # of the second machine
-        ({"LOCAL_RANK": "1", "RANK": "1"}, False),
-        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1"}, False),
+        ({}, True, 0),
+        ({"LOCAL_RANK": "0", "RANK": "4"}, True, 0),  # of the second machine
+        ({"LOCAL_RANK": "1", "RANK": "1"}, False, 0),
+        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1"}, False, 0),
+        ({"LOCAL_RANK": "0", **TORCHRUN}, True, 0),
+        ({"LOCAL_RANK": "1", **TORCHRUN}, False, 1),
     ],
 )
-def test_a_mistake_is_reported_once_on_each_machine(
+def test_a_mistake_is_reported_once_on_each_machine_and_torchrun_does_not_end_first(
     variables: dict[str, str],
     is_first: bool,
+    num_waits: int,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    slept: list[float] = []
+    monkeypatch.setattr("moe_ffn.cli.exit.time.sleep", slept.append)
 
     def mistaken(argv: object) -> int:
         raise ConfigError("model.ffn: unknown")
 
     assert exit_on_bad_input(mistaken) == 2
-    assert capsys.readouterr().err == ("error: model.ffn: unknown\n" if is_first else "")
-
-
-@pytest.mark.parametrize(("rank", "said", "waits"), [("0", "error: no\n", 0), ("1", "", 1)])
-def test_under_torchrun_a_silent_process_does_not_end_first(
-    rank: str,
-    said: str,
-    waits: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    def main(argv: object) -> int:
-        raise ConfigError("no")
-
-    slept: list[float] = []
-    monkeypatch.setattr("moe_ffn.cli.exit.time.sleep", slept.append)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("LOCAL_RANK", rank)
-
-    assert exit_on_bad_input(main) == 2
-
-    assert capfd.readouterr().err == said
-    assert len(slept) == waits
+    assert capfd.readouterr().err == ("error: model.ffn: unknown\n" if is_first else "")
+    assert len(slept) == num_waits
 
 
 # -- plain values and the JSON schema of every member

@@ -185,9 +185,10 @@ def test_every_public_name_is_listed_and_there(package: str) -> None:
     """Tab completion reads `dir`, of names that are imported on first use too."""
     module = import_module(f"moe_ffn{package}")
     assert set(module.__all__) <= set(dir(module))
+    assert module.__all__ == sorted(module.__all__)
     assert not hasattr(module, "lode_run")
     for name in module.__all__:
-        assert getattr(module, name) is not None
+        assert getattr(module, name).__name__ == name
 
 
 def test_the_models_of_run_files_declare_every_written_field(moe_run: Any) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SIZES = {
@@ -48,3 +51,39 @@ def model_of(family: str, options: dict[str, Any]) -> Any:
     given: dict[str, Any] = {**SIZES, **options, "experts_implementation": "eager"}
     config = CONFIG_MAPPING[family](**given)
     return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+SIGMOID = {
+    *("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "minimax_m2", "nemotron_h"),
+    "solar_open",
+}
+"""Families whose routers have a sigmoid; the others have a softmax."""
+
+IDS_BS = torch.tensor([[0, 0, 0, 9, 33, 7], [5, 21, 40, 8, 3, 60]])
+MASK_BS = (IDS_BS > 0).long()
+
+
+def routed(family: str, seed: int = 1, **options: Any) -> Any:
+    """A model with decided routers; its biases of the selection are not zero."""
+    model = model_of(family, FAMILIES[family] | options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            is_router = ("gate" in name or "router" in name) and "expert" not in name
+            if (is_router and tensor.ndim == 2) or "score_correction_bias" in name:
+                tensor.normal_(std=0.4, generator=generator)
+    return model
+
+
+def record_arguments(model: Any, patch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """Return a list that gets ids and weights of each call of the experts, by `grouped_mm`."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def note(experts: Any, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        seen.append((ids_TK.clone(), weights_TK.clone()))
+        return compute(experts, hidden, ids_TK, weights_TK)
+
+    patch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "noting", note)
+    model.set_experts_implementation("noting")
+    return seen

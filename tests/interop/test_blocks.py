@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,17 +34,14 @@ PAGE = ROOT / "docs" / "reference" / "models.md"
 COMPARED = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, BlockEntry)}
 TRAINED = [model for model, entry in COMPARED.items() if entry.in_training is not None]
 
+# Of kernels that are not installed.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
 
 def their_block(model: str) -> tuple[Any, Any]:
     entry = COMPARED[model]
     config = config_of(model, entry, SMALL | dict(entry.small))
     return build_theirs(model, entry, config), config
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    # Of kernels that are not installed.
-    warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
 
 
 # A file that defines one of these has a sparse block, as far as names tell.

@@ -377,10 +377,6 @@ def test_runs_need_no_transformers(
     assert "change experts, first in layer 0; with" in " ".join(out.split())
 
 
-def with_config(**options: Any) -> Callable[[Path], Any]:
-    return lambda folder: theirs.change(folder, **options)
-
-
 def other_tokenizer(folder: Path) -> Path:
     path = save_theirs("qwen3_moe", folder)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
@@ -391,8 +387,7 @@ def other_tokenizer(folder: Path) -> Path:
 
 
 def without_safetensors(folder: Path) -> Path:
-    model = theirs.make("qwen3_moe", theirs.MODELS["qwen3_moe"][1] | FEW)
-    path = adapt(model, folder, "experts.down_proj")
+    path = adapter_of()(folder)
     (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
     return path
 

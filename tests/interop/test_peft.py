@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig
 
@@ -71,7 +70,7 @@ def logits_of(model: Any, ids_BS: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_experts_are_adapted_trained_and_merged(kind: str, tmp_path: Path) -> None:
+def test_experts_are_adapted_and_merged(kind: str, tmp_path: Path) -> None:
     model, ids_BS = adapted(kind, tmp_path), torch.arange(32).view(2, 16)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     base = {name: p.clone() for name, p in model.named_parameters() if name not in trained}
@@ -80,22 +79,7 @@ def test_experts_are_adapted_trained_and_merged(kind: str, tmp_path: Path) -> No
     assert sum(p.numel() for p in trained.values()) == NUM_LAYERS * NUM_EXPERTS * per_expert
     assert all("experts" in name and "lora_" in name for name in trained)
 
-    optimizer = torch.optim.AdamW(trained.values(), lr=0.02)
-    losses = []
-    for _ in range(8):
-        loss = F.cross_entropy(
-            logits_of(model, ids_BS)[:, :-1].flatten(0, 1), ids_BS[:, 1:].flatten()
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.01
-    for name, parameter in model.named_parameters():
-        if name in base:
-            assert torch.equal(parameter, base[name]), name
-
-    model.eval()
+    random_adapters(model).eval()
     with torch.no_grad():
         expected = logits_of(model, ids_BS)
         merged = model.merge_and_unload()

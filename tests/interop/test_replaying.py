@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +10,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_ffn import ConfigError, DecoderConfig
 from moe_ffn.interop import read_experts, replay, swap_ffn, watch
-from tests.helpers.transformers_models import FAMILIES, model_of
+from tests.helpers.transformers_models import (
+    FAMILIES,
+    IDS_BS,
+    MASK_BS,
+    SIGMOID,
+    model_of,
+    record_arguments,
+    routed,
+)
 
-SIGMOID = {
-    *("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "minimax_m2", "nemotron_h"),
-    "solar_open",
-}
-"""Families whose routers have a sigmoid."""
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
 NOT_RENORMALISED = {"dots1", "flex_olmo", "jamba", "olmoe", "qwen2_moe", "qwen3_moe"}
 """Families whose weights are the probabilities of all experts, unless their configs say otherwise."""
 
-IDS_BS = torch.tensor([[0, 0, 0, 9, 33, 7], [5, 21, 40, 8, 3, 60]])
-MASK_BS = (IDS_BS > 0).long()
 BATCH = {"input_ids": IDS_BS, "attention_mask": MASK_BS, "use_cache": False}
 GENERATION = {
     "input_ids": IDS_BS, "attention_mask": MASK_BS, "max_new_tokens": 4, "min_new_tokens": 4,
     "do_sample": False, "pad_token_id": 0,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
-
-
-def routed(family: str, seed: int = 1, **options: Any) -> Any:
-    """A model with decided routers; its biases of the selection are not zero."""
-    model = model_of(family, FAMILIES[family] | options)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            is_router = ("gate" in name or "router" in name) and "expert" not in name
-            if (is_router and tensor.ndim == 2) or "score_correction_bias" in name:
-                tensor.normal_(std=0.4, generator=generator)
-    return model
 
 
 def some(*quick: str) -> list[Any]:
@@ -94,15 +78,8 @@ def test_own_experts_give_the_same_logits_and_gradients(family: str) -> None:
 def test_other_experts_have_the_weights_of_a_plain_formula(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, given = routed(family), []
-    compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-
-    def note(experts: Any, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        given.append((ids_TK.clone(), weights_TK))
-        return compute(experts, hidden, ids_TK, weights_TK)
-
-    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "noting", note)
-    model.set_experts_implementation("noting")
+    model = routed(family)
+    given = record_arguments(model, monkeypatch)
     with watch(model) as passes, torch.no_grad():
         plain = model(**BATCH).logits
     ids = others(passes[0])

@@ -2,65 +2,33 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from torch import nn
 
 from moe_ffn import ConfigError, DecoderConfig, load_balancing_loss
 from moe_ffn.interop import watch
-from moe_ffn.metrics import LoadMetrics, TokenMetrics
-from tests.helpers.fitted import make_rules
-from tests.helpers.transformers_models import FAMILIES, model_of
+from tests.helpers.transformers_models import (
+    FAMILIES,
+    IDS_BS,
+    MASK_BS,
+    SIGMOID,
+    model_of,
+    record_arguments,
+    routed,
+)
 
-SIGMOID = {
-    *("afmoe", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "minimax_m2", "nemotron_h"),
-    "solar_open",
-}
-"""Families whose routers have a sigmoid; the others have a softmax."""
-
-IDS_BS = torch.tensor([[0, 0, 0, 9, 33, 7], [5, 21, 40, 8, 3, 60]])
-MASK_BS = (IDS_BS > 0).long()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
-
-
-def routed(family: str) -> Any:
-    model = model_of(family, FAMILIES[family])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_router = "gate" in name or "router" in name
-            if is_router and "expert" not in name and parameter.ndim == 2:
-                parameter.normal_(std=0.4)
-    return model
-
-
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """The arguments of the experts, recorded by an implementation in place of `grouped_mm`."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-
-    def note(experts: Any, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        seen.append((ids_TK.clone(), weights_TK.clone()))
-        return compute(experts, hidden, ids_TK, weights_TK)
-
-    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "noting", note)
-    return seen
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_routing_equals_the_arguments_of_the_experts(
-    family: str, given: list[tuple[Tensor, Tensor]]
+    family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = routed(family)
-    model.set_experts_implementation("noting")
+    given = record_arguments(model, monkeypatch)
     inputs = {"input_ids": IDS_BS, "attention_mask": MASK_BS, "use_cache": False}
     with torch.no_grad():
         plain = model(**inputs).logits
@@ -146,27 +114,6 @@ def test_a_loss_of_ours_trains_a_router_of_theirs_with_checkpointing() -> None:
     assert len(passes) == 1, "layers that are computed again are no pass"
     assert model.model.layers[1].mlp.gate.weight.grad.abs().max() > 0
     assert load_balancing_loss(passes[0]["layer_01"]).grad_fn is not None
-
-
-def test_metrics_and_alarms_read_it() -> None:
-    model = routed("olmoe").eval()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.gate.weight.zero_()  # of equal scores the first two are taken
-        model.model.layers[0].mlp.gate.weight.normal_(generator=torch.Generator().manual_seed(3))
-    with watch(model) as passes, torch.no_grad():
-        model(input_ids=IDS_BS, attention_mask=MASK_BS)
-    routings = passes[0]
-    rules, values = make_rules(), {}
-    for name, routing in routings.items():
-        found: dict[str, Tensor] = {"dead_experts": torch.tensor(0)}
-        for metric in (LoadMetrics(num_experts=4), TokenMetrics(num_experts=4)):
-            metric.update(routing)
-            found |= metric.compute()
-        values[name] = found
-
-    kinds = {(a.kind, a.layer) for a in rules.check(1, 20, 4.0, values)}
-    assert kinds == {("collapse", "layer_01")}
 
 
 @pytest.mark.parametrize("family", ["llama", "llama4_text", "jetmoe"])

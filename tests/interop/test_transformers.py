@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_ffn import ConfigError, DenseConfig
 from moe_ffn.interop import kernels_in_use, register, swap_ffn, watch
@@ -156,19 +154,7 @@ def test_experts_that_ignore_the_choice_are_told(
 
 # -- `swap_ffn`: our blocks in dense models compute what was there, or train anew
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4}
 DENSE: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("llama", {}, "swiglu"),
     "llama-bias": ("llama", {"mlp_bias": True}, "swiglu"),
@@ -184,11 +170,8 @@ IDS_BS = torch.tensor([[5, 9, 33, 7], [21, 40, 8, 3]])
 MOE = {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "k": 2, "renormalize": True}}
 
 
-def dense_model(family: str, **options: Any) -> Any:
-    torch.manual_seed(0)
-    dtype = options.pop("dtype", torch.float32)
-    config = CONFIG_MAPPING[family](**{**SIZES, **options})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+def dense_model(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    model = model_of(family, options).to(dtype)
     for name, parameter in model.named_parameters():
         if "mlp" in name:  # so that what is lost of an FFN shows, biases too
             nn.init.normal_(parameter, std=0.3)
@@ -309,7 +292,7 @@ def test_any_other_block_begins_with_new_weights() -> None:
          "be swapped .*; no layer has one"),
         ("llama", [0], "geglu", "config.type is 'geglu', but the FFN of layer 0 has 'swiglu'"),
         ("llama", [0], "dense", "config.type is 'dense', but the FFN of layer 0 has 'swiglu'"),
-        ("llama", [0], {"type": "swiglu", "d_ff": 40}, "config.d_ff is 40, but .* has 48; leave"),
+        ("llama", [0], {"type": "swiglu", "d_ff": 40}, "config.d_ff is 40, but .* has 24; leave"),
         ("gpt2", [0], DenseConfig(activation="gelu"), "activation is 'gelu', but .* 'gelu_tanh'"),
         ("llama", [0], "soft_moe", "the model is causal, but config.* mixes"),
         ("llama", [0], {"type": "swiglo"}, "config.*swiglo"),

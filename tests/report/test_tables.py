@@ -245,8 +245,6 @@ def test_neighbouring_windows_are_one_where_there_are_very_many() -> None:
 # -- figures of a run, as a notebook asks for them
 
 
-REPOSITORY = Path(__file__).parents[2]
-
 figures: Any = functions
 """The module without types, because plotly's types do not describe the content of a figure."""
 

@@ -29,13 +29,6 @@ from moe_ffn.studies.statistics import (
 )
 
 
-def test_the_interval_of_five_seeds_by_hand() -> None:
-    # Mean 3, standard deviation sqrt(2.5), t(0.975, 4) = 2.7764 from the tables.
-    margin = 2.7764 * math.sqrt(2.5) / math.sqrt(5)
-    found = mean_interval([1, 2, 3, 4, 5])
-    assert found == pytest.approx((3, 3 - margin, 3 + margin), abs=1e-4)
-
-
 def test_fewer_than_three_seeds_have_no_interval() -> None:
     assert mean_interval([2.5, 2.6]) is None
     assert mean_interval([2.5]) is None

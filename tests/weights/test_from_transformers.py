@@ -33,6 +33,12 @@ def with_weights(folder: Path, change_them: Callable[[dict[str, Tensor]], object
     save_file(weights, folder / WEIGHTS)
 
 
+def leave_out(folder: Path, *keys: str) -> None:
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({key: values[key] for key in values.keys() - {*keys}}))
+
+
 FUSED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
@@ -102,22 +108,17 @@ def test_weights_keep_their_dtype_but_for_the_correction_bias(tmp_path: Path) ->
 def test_options_missing_from_a_config_have_the_default_of_transformers(tmp_path: Path) -> None:
     theirs = make("mixtral", {**MODELS["mixtral"][1], "rope_theta": 1e6, "num_key_value_heads": 2})
     theirs.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    values = json.loads(path.read_text())
-    for key in ("rope_parameters", "rms_norm_eps", "num_experts_per_tok", "tie_word_embeddings"):
-        del values[key]
-    path.write_text(json.dumps({**values, "rope_scaling": None}))
+    leave_out(
+        tmp_path, "rope_parameters", "rms_norm_eps", "num_experts_per_tok", "tie_word_embeddings"
+    )
+    change(tmp_path, rope_scaling=None)
     assert_close(logits(load_transformers(tmp_path)), logits(theirs))
 
 
 def test_a_gpt_oss_without_positions_and_windows_has_those_of_transformers(tmp_path: Path) -> None:
     theirs = make("gpt_oss", {**GPT_OSS, "rope_theta": 150_000.0})
     theirs.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    values = json.loads(path.read_text())
-    for key in ("rope_parameters", "layer_types", "sliding_window"):
-        del values[key]
-    path.write_text(json.dumps(values))
+    leave_out(tmp_path, "rope_parameters", "layer_types", "sliding_window")
 
     ours = load_transformers(tmp_path)
 
