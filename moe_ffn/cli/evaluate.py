@@ -180,8 +180,12 @@ def _check_together(args: Any) -> None:
             raise ConfigError(
                 f"{option}: needs {other}; add {_EXAMPLES[other]}, or leave {option} out"
             )
-    is_text = args.data is not None and not is_config(args.data)
-    for option in ("--k", "--tasks", "--stride", *(["--data"] if is_text else [])):
+    if args.store_answers is not None and args.data is not None and not is_config(args.data):
+        raise ConfigError(
+            f"--data: --store-answers reads a training split, which '{args.data}' does not have; give a "
+            "config (.yaml) that names a corpus, or --data.corpus"
+        )
+    for option in ("--k", "--tasks", "--stride"):
         if args.store_answers is not None and given(option):
             raise ConfigError(
                 f"{option}: cannot be used with --store-answers, which reads a training split; leave one of "
@@ -198,8 +202,11 @@ def _check_together(args: Any) -> None:
 def _read(args: Any, folder: Path, overrides: Mapping[str, Any]) -> tuple[Model, DataConfig]:
     if is_model_folder(folder):
         if args.data is None and "corpus" not in overrides and args.tasks is None:
+            which = (
+                "--data" if args.store_answers is None else "--data.corpus or --data config.yaml"
+            )
             raise ConfigError(
-                f"'{folder}' is a model folder, which does not name a text; give one with --data"
+                f"'{folder}' is a model folder, which does not name a text; give one with {which}"
             )
         model = read_model_folder(folder, args.device, trust_code=args.trust_code)
     else:
