@@ -79,9 +79,17 @@ def main(argv: Sequence[str]) -> int:
         target = load_target(
             args.target, args.text, args.tokens, args.base, trust_code=args.trust_code
         )
-        report = audit(
-            target.model, target.ids_BS, objective=target.objective, num_steps=target.num_steps
-        )
+        try:
+            report = audit(
+                target.model, target.ids_BS, objective=target.objective, num_steps=target.num_steps
+            )
+        except RuntimeError as error:
+            failed = [finding for finding in target.findings if finding.verdict == "fail"]
+            if not failed:
+                raise
+            raise ConfigError(
+                f"'{args.target}' cannot be computed: {failed[0].sentence}; {failed[0].advice}"
+            ) from error
     facts = {"text": target.text, "versions": versions("transformers", "peft")}
     report = replace(
         report, findings=(*target.findings, *report.findings), facts={**report.facts, **facts}

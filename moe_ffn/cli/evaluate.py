@@ -19,14 +19,16 @@ model. Other runs on the same text learn from the file: --objective.distill.teac
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -69,6 +71,8 @@ _DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache
 """Options that `--data config.yaml` sets; tokenizer and window length come from the model."""
 
 
+T = TypeVar("T")
+
 _EXAMPLES = {"--k": "--k, such as --k 1..8", "--store-answers": "--store-answers FILE"}
 
 
@@ -96,13 +100,23 @@ class Model:
         return f"{self.precision} on {self.decoder.embedding.weight.device}"
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        return evaluate(
-            self.decoder,
-            batches,
-            self.tokenizer.byte_lengths,
-            masked_fraction=self.masked_fraction,
-            precision=self.precision,
-        )
+        with counted("evaluating", batches) as shown:
+            return evaluate(
+                self.decoder,
+                shown,
+                self.tokenizer.byte_lengths,
+                masked_fraction=self.masked_fraction,
+                precision=self.precision,
+            )
+
+
+@contextmanager
+def counted(what: str, batches: Iterable[T]) -> Iterator[Iterable[T]]:
+    """Count the batches in a line of standard error, which disappears at the end; only on a terminal."""
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    options: Any = {"console": Console(stderr=True), "disable": not sys.stderr.isatty()}
+    with Progress(*columns, transient=True, **options) as bars:
+        yield bars.track(batches, description=what)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -180,8 +194,12 @@ def _check_together(args: Any) -> None:
             raise ConfigError(
                 f"{option}: needs {other}; add {_EXAMPLES[other]}, or leave {option} out"
             )
-    is_text = args.data is not None and not is_config(args.data)
-    for option in ("--k", "--tasks", "--stride", *(["--data"] if is_text else [])):
+    if args.store_answers is not None and args.data is not None and not is_config(args.data):
+        raise ConfigError(
+            f"--data: --store-answers reads a training split, which '{args.data}' does not have; give a "
+            "config (.yaml) that names a corpus, or --data.corpus"
+        )
+    for option in ("--k", "--tasks", "--stride"):
         if args.store_answers is not None and given(option):
             raise ConfigError(
                 f"{option}: cannot be used with --store-answers, which reads a training split; leave one of "
@@ -198,8 +216,11 @@ def _check_together(args: Any) -> None:
 def _read(args: Any, folder: Path, overrides: Mapping[str, Any]) -> tuple[Model, DataConfig]:
     if is_model_folder(folder):
         if args.data is None and "corpus" not in overrides and args.tasks is None:
+            which = (
+                "--data" if args.store_answers is None else "--data.corpus or --data config.yaml"
+            )
             raise ConfigError(
-                f"'{folder}' is a model folder, which does not name a text; give one with --data"
+                f"'{folder}' is a model folder, which does not name a text; give one with {which}"
             )
         model = read_model_folder(folder, args.device, trust_code=args.trust_code)
     else:
@@ -260,8 +281,11 @@ def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> di
     }
     stride = max(1, config.seq_len // 2)
     batches = strided_batches(data.train, config.seq_len, stride, config.batch_size)
-    answers = top_answers(model.decoder, batches, top, model.precision)
-    with naming_failures(path, "written", "make room, or fix its permissions"):
+    with (
+        counted("predicting", batches) as shown,
+        naming_failures(path, "written", "make room, or fix its permissions"),
+    ):
+        answers = top_answers(model.decoder, shown, top, model.precision)
         write_answers(path, len(data.train) - 1, top, about, answers)
     return {"answers": str(path), "positions": len(data.train) - 1, **about}
 

@@ -21,6 +21,7 @@ from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
     TOKENIZER_FILE,
+    naming_failures,
     no_tokenizer,
     open_weights,
     require_fitting,
@@ -240,16 +241,17 @@ def load_adapter(
     path = folder / ADAPTER_WEIGHTS
     if kind_of(path) is None:
         raise ConfigError(f"'{folder}' has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
+    with naming_failures(path, "read", "copy it again"), safe_open(path, "pt") as file:
+        stored = set(file.keys())
     try:
-        with safe_open(path, "pt") as file, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns of names, which are compared here
-            stored = set(file.keys())
             model: Any = peft.PeftModel.from_pretrained(
                 base, str(folder), is_trainable=is_trainable
             )
             expected = set(peft.get_peft_model_state_dict(model))
     except Exception as error:  # of many types: names, shapes or the file do not fit
-        raise wrong_base(folder, base_folder, f"({first_line(error)})") from error
+        raise wrong_base(folder, base_folder, f" ({first_line(error)})") from error
     return AdaptedModel(model, tuple(sorted(stored - expected)), tuple(sorted(expected - stored)))
 
 
@@ -257,4 +259,4 @@ def wrong_base(folder: Path, base_folder: Path, problem: str) -> ConfigError:
     """Return the error for an adapter that does not belong to a model."""
     name = base_of_adapter(folder)
     trained = f"; it was trained on {show(name)}" if name else ""
-    return ConfigError(f"'{folder}' is not an adapter for '{base_folder}', {problem}{trained}")
+    return ConfigError(f"'{folder}' is not an adapter for '{base_folder}'{problem}{trained}")

@@ -25,6 +25,7 @@ from moe_ffn.weights.families import FAMILIES, OUTSIDE_LAYERS, Family
 from moe_ffn.weights.layouts import WeightSlice
 from moe_ffn.weights.options import HFConfig, OptionMapping, Options
 from moe_ffn.weights.pretrained import (
+    DTYPES,
     MODEL_CONFIG_FILE,
     MODEL_TYPE,
     PretrainedConfig,
@@ -33,10 +34,8 @@ from moe_ffn.weights.pretrained import (
     open_weights,
     read_config_json,
     require_fitting,
+    require_floating,
 )
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Supported dtypes of safetensors; quantised weights have others, and their scales are separate tensors."""
 
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
@@ -178,13 +177,10 @@ def _read_tensors(
                 or (name.startswith(prefixes) and not _is_ignored(name, hf, slices))
             },
         )
+        stored = {name: slices[name].get_dtype() for name in shapes}
+        require_floating(folder, stored)
         largest = pieces[max(expected, key=lambda name: expected[name].numel())][0].name
-        dtype = _DTYPES.get(stored := slices[largest].get_dtype())
-        if dtype is None:
-            raise ConfigError(
-                f"'{folder}' has quantised weights ({show(largest)} is {stored}); give weights in a "
-                "floating-point dtype"
-            )
+        dtype = DTYPES[stored[largest]]
         return {
             # Correction biases (names end with the axis E) are float32 in every model.
             name: _assemble(

@@ -44,6 +44,9 @@ TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Supported dtypes of safetensors; quantised weights have others, and their scales are separate tensors."""
+
 MIN_FILE_BYTES, WEIGHTS_SHARE = 2**28, 1 / 8
 """Maximum size of a weight file: bytes or share of all weights, whichever is larger. One file is in memory at
 a time."""
@@ -213,6 +216,9 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
         for tensors in (distinct_tensors(decoder), weights)
     )
     require_fitting(folder, "this model", expected, found)
+    with open_weights(folder) as slices:
+        names = (name for name, _ in decoder.named_parameters())
+        require_floating(folder, {name: slices[name].get_dtype() for name in names})
     assign_weights(decoder, weights)
     return decoder.eval()
 
@@ -348,6 +354,16 @@ def require_fitting(
             raise ConfigError(
                 f"'{folder}' has {show(name)} as {tuple(found[name])}, but its {MODEL_CONFIG_FILE} requires "
                 f"{tuple(shape)}; copy the config and the weights of one model"
+            )
+
+
+def require_floating(folder: Path, stored: Mapping[str, str]) -> None:
+    """Raise ConfigError if a weight is stored in a dtype (a name of safetensors) other than `DTYPES`."""
+    for name, dtype in stored.items():
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"'{folder}' has quantised weights ({show(name)} is {dtype}); give weights in a "
+                "floating-point dtype"
             )
 
 

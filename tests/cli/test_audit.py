@@ -199,6 +199,20 @@ def no_base(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     return (tmp_path / "adapter",)
 
 
+def with_three_heads(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    shutil.copytree(folder, tmp_path / "changed")
+    config = tmp_path / "changed" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": 3}))
+    return (tmp_path / "changed",)
+
+
+def cut_adapter(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    adapter_for(folder, tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    return (tmp_path / "adapter",)
+
+
 def short_text(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     (tmp_path / "text").write_text("a")
     return folder, Path("--text"), tmp_path / "text"
@@ -235,6 +249,14 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
     "base of a model": (
         lambda folder, tmp_path: (folder, Path("--base"), folder),
         "is not an adapter of peft, which has adapter_config.json; leave it out",
+    ),
+    "a config that cannot be computed": (
+        with_three_heads,
+        "have another shape in the files, and are random: model.layers.0.self_attn.o_proj.weight",
+    ),
+    "a cut adapter": (
+        cut_adapter,
+        "adapter_model.safetensors' cannot be read (Error while deserializing",
     ),
     "short text": (short_text, "--text: 'text' has 1 tokens; give a text of four or more"),
     "no text": (

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ffn.cli.evaluate import counted
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.tiny_runs import cli, run_here, trained
@@ -129,6 +131,18 @@ def test_two_documents_have_the_end_of_one_between_them(
 
     assert (found["num_tokens"], found["num_bytes"]) == (15, 14)
     assert found["loss"] == figures(trained(), "--data", tmp_path / "tokens.npy")["loss"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_sees_how_many_batches_are_done(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with counted("evaluating", list("abc")) as batches:
+        assert list(batches) == list("abc")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert ("3/3" in captured.err) == bool(captured.err) == is_terminal
 
 
 def test_a_text_of_two_tokens_has_one_to_predict(tmp_path: Path, figures: Any) -> None:

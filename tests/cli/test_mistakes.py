@@ -104,6 +104,10 @@ MISTAKES = {
     "evaluate run/model": (
         "'run/model' is a model folder, which does not name a text; give one with --data"
     ),
+    "evaluate run/model --store-answers a.safetensors": (
+        "'run/model' is a model folder, which does not name a text; give one with --data.corpus or --data "
+        "config.yaml"
+    ),
     "evaluate untold --data text.txt": (
         "'untold' has no tokenizer.json, which turns text into tokens; put one there"
     ),

@@ -252,6 +252,7 @@ def test_answers_to_another_text_are_rejected(
     [
         (("--top", "300"), "--top (300) must not exceed the 257 tokens of"),
         (("--k", "1"), "--k: cannot be used with --store-answers"),
+        (("--data", "a.txt"), "training split, which 'a.txt' does not have; give a config (.yaml)"),
         (("--store-answers", "answers.bin"), "'answers.bin' must end in .safetensors"),
     ],
 )

@@ -278,6 +278,10 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         lambda w: w.update({n: v.to(torch.float8_e4m3fn) for n, v in w.items()}),
         " is F8_E4M3); give weights in a floating-point dtype",
     ),
+    "one quantised": (
+        lambda w: w.update({GATE: w[GATE].to(torch.int8)}),
+        f"has quantised weights ('{GATE}' is I8); give weights in a floating-point dtype",
+    ),
 }  # fmt: skip
 
 

@@ -168,6 +168,11 @@ def rename_weight(file: Path) -> None:
     save_file(dict(weights), file)
 
 
+def round_weight(file: Path, dtype: torch.dtype) -> None:
+    weights = load_file(file)
+    save_file({**weights, "embedding.weight": weights["embedding.weight"].to(dtype)}, file)
+
+
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut short": (
@@ -190,6 +195,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another name": (
         lambda f: rename_weight(f / WEIGHTS),
         "lacks 'embedding.weight': its config.json belongs to another model",
+    ),
+    "int8": (
+        lambda f: round_weight(f / WEIGHTS, torch.int8),
+        "has quantised weights ('embedding.weight' is I8); give weights in a floating-point dtype",
+    ),
+    "fp8": (
+        lambda f: round_weight(f / WEIGHTS, torch.float8_e4m3fn),
+        "'embedding.weight' is F8_E4M3",
     ),
     "no weights": (
         lambda f: (f / WEIGHTS).unlink(),

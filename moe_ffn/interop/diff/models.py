@@ -118,9 +118,9 @@ def load(folder: Path, other: Path, options: LoadOptions, *, trust_code: bool) -
         side = load(base, folder, options, trust_code=trust_code)
         adapted = load_adapter(folder, side.model, base)
         if adapted.unused:
-            raise wrong_base(folder, base, f"which has no place for {adapted.unused[0]}")
+            raise wrong_base(folder, base, f", which has no place for {adapted.unused[0]}")
         if adapted.missing:
-            raise wrong_base(folder, base, f"for which it lacks {adapted.missing[0]}")
+            raise wrong_base(folder, base, f", for which it lacks {adapted.missing[0]}")
         merged = adapted.model.merge_and_unload().eval()
         return replace(side, folder=folder, model=merged, is_merged=True)
     if is_run(folder) or is_model_folder(folder):
