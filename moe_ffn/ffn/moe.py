@@ -27,6 +27,7 @@ from moe_ffn.ffn.base import (
     check_input,
     flatten_tokens,
     inner_configs,
+    without_padding,
 )
 from moe_ffn.ffn.dispatch import Dispatcher, LocalDispatcher, make_plan, unsorted_plan
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
@@ -194,7 +195,7 @@ class MoEFFN(FFNBlock):
         self.reject_vmap(x)
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
-        return self.run_experts(routing, x_TD.view_as(x), context)
+        return self.run_experts(routing, without_padding(x, context), context)
 
     def run_experts(self, routing: Routing, x: Tensor, context: TokenContext | None) -> FFNOutput:
         """Run the experts of a routing to `num_routable` experts, and sum their weighted outputs; `x` (...,

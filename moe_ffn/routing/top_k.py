@@ -256,7 +256,7 @@ class BaseTopKRouter(LinearRouter):
             return context.expert_ids
         config, first_always = self.config, self.num_selectable
         if self.table_VK is not None:
-            chosen_TK = self.table_VK[_ids_without_padding(context)]
+            chosen_TK = _rows_of_ids(self.table_VK, context)
         else:
             values_TE = scores_TE if config.select_by == "score" else logits_TE
             ranking_TE = self.ranking(values_TE)[:, :first_always]
@@ -321,14 +321,24 @@ class SigmoidTopKRouter(BaseTopKRouter):
         return self.route(logits_TE, F.softplus(logits_TE).sqrt(), context)
 
 
-def _ids_without_padding(context: TokenContext) -> Tensor:
-    """Return token ids, int64 (T,), 0 for padding, whose ids may be out of range; ValueError without."""
+def _rows_of_ids(table_VK: Tensor, context: TokenContext) -> Tensor:
+    """Return the row of each token id, and row 0 for padding, whose ids may be out of range; ValueError
+    without ids, or, on a CPU, for an id that has no row.
+    """
     if context.token_ids is None:
         raise ValueError(
             "router.token_table routes by token id: call the block with TokenContext(token_ids=...)"
         )
     ids_T = context.token_ids.long()
-    return ids_T if context.mask is None else ids_T.masked_fill(~context.mask, 0)
+    ids_T = ids_T if context.mask is None else ids_T.masked_fill(~context.mask, 0)
+    try:
+        # Not table_VK[ids_T], which reads the last row for -1.
+        return table_VK.index_select(0, ids_T)
+    except IndexError as error:
+        raise ValueError(
+            f"token_ids must lie in [0, {len(table_VK)}), the rows of router.token_table, but range from "
+            f"{int(ids_T.min())} to {int(ids_T.max())}"
+        ) from error
 
 
 def experts_of_best_groups(ranking_TE: Tensor, groups: GroupsConfig, k: int) -> Tensor:

@@ -427,6 +427,33 @@ def test_a_compiled_block_leaves_padding_out(name: str) -> None:
     assert_close([whole(x, context).hidden], [block(x, context).hidden])
 
 
+EXPERT_CHOICE = {
+    "type": "moe",
+    "num_experts": 4,
+    "router": {"type": "expert_choice", "k": 1, "among": "batch"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_mixture_takes_sequences_of_any_length() -> None:
+    block, x = build("moe", "auto").eval(), tokens()
+    lengths = {1: torch.export.Dim("length", min=2, max=64)}
+    whole = torch.export.export(block, (x,), dynamic_shapes={"x": lengths}).module()
+    more = tokens(SHAPE[0], 9)
+    assert_close([whole(more).hidden], [block(more).hidden])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ffn", ["soft_moe", "mixture_of_depths", EXPERT_CHOICE])
+def test_unnamed_dimensions_export_a_block_whose_sizes_follow_the_tokens(ffn: Any) -> None:
+    torch.manual_seed(0)
+    block, x = build_ffn(ffn, D_MODEL).eval(), tokens()
+    unnamed = {"x": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}
+    whole = torch.export.export(block, (x,), dynamic_shapes=unnamed).module()
+    more = tokens(5, 9)
+    assert_close([whole(more).hidden], [block(more).hidden])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_another_process_runs_an_exported_block(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -132,6 +133,14 @@ def test_a_token_table_routes_only_by_token_id() -> None:
     assert len({*routing.expert_ids_N[:2].tolist()}) == 2
     with pytest.raises(ValueError, match=r"router\.token_table routes by token id: call the block"):
         router(torch.randn(3, E), TokenContext())
+    for low, high in ((-1, 4), (4, 9)):
+        message = re.escape(
+            f"token_ids must lie in [0, 9), the rows of router.token_table, but range from {low} to {high}"
+        )
+        unknown = torch.tensor([low, 4, high])
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            router(torch.randn(3, E), TokenContext(token_ids=unknown))
+        router(torch.randn(3, E), TokenContext(mask=unknown == 4, token_ids=unknown))
 
 
 @pytest.mark.parametrize("depth", [0, 2])
