@@ -193,15 +193,6 @@ def test_bad_options_are_rejected_by_path(reject: Callable[..., str], typed: str
         assert answer.match(said), said
 
 
-def test_three_mistakes_are_all_named(reject: Callable[..., str]) -> None:
-    said = reject("--seed", "x", "--model.d_modl", "3", "--sample.top_k", "0", lines=3)
-    assert said.splitlines() == [
-        "seed: must be a whole number, got 'x'",
-        "model.d_modl: unknown; did you mean 'd_model'?",
-        "sample.top_k: must be at least 1, got 0",
-    ]
-
-
 def test_a_misplaced_option_in_a_file_is_explained(
     reject: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -38,19 +38,6 @@ def test_a_dense_run_has_nothing_of_routing(run_train: RunTrain, tmp_path: Path)
     assert "expert" not in dense_run.stdout
 
 
-def test_balancing_losses_are_logged_also_at_weight_zero(
-    run_train: RunTrain, tmp_path: Path
-) -> None:
-    run = run_train(
-        tmp_path, "--objective", "{load_balance: 0.0, router_z: 0.0}", "--trainer.max_steps", "2"
-    )
-
-    row = next(row for row in run.rows if "train/loss" in row)
-    assert float(row["train/load_balance"]) >= 1
-    assert float(row["train/router_z"]) > 0
-    assert float(row["train/objective"]) == float(row["train/loss"])
-
-
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "masked"])
 def test_every_block_trains(run_train: RunTrain, tmp_path: Path, causal: bool) -> None:
     """One layer per block: the blocks of causal models, or the blocks that only masked models accept."""

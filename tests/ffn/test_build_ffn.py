@@ -39,15 +39,6 @@ class Scale(FFNBlock):
 
     def forward(self, x: Tensor, context=None) -> FFNOutput:
         return FFNOutput(self.factor * x)
-
-
-class Unfinished(FFNConfig, frozen=True):
-    def num_params(self, d_model: int) -> int:
-        return 0
-
-
-class NotAConfig:
-    pass
 """
 
 

@@ -127,9 +127,9 @@ SHARED = {**CHAIN, "ffn": {**CHAIN["ffn"], "shared_expert": {"type": "swiglu", "
 NAMES = ["routing", "round_2", "round_3"]
 
 
-def built_chain(config: dict[str, Any] = CHAIN) -> Any:
+def built_chain() -> Any:
     torch.manual_seed(0)
-    chain = build_ffn(config, D).double()
+    chain = build_ffn(CHAIN, D).double()
     with torch.no_grad():
         for router in chain.routers().values():
             router.get_parameter("projection.weight").mul_(3)  # decided

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_ffn.kernels.native.build import unavailable_reason
 from moe_ffn.model.attention import (
     AttentionConfig,
-    LatentAttention,
     SelfAttention,
     SinkAttention,
     _CompiledAttention,
@@ -139,6 +138,9 @@ def test_dropout_is_for_training_only(latent: dict[str, int] | None) -> None:
     assert torch.equal(module(x, Positions(), None), build(0.0)(x, Positions(), None))
 
 
+LATENT = {"kv_rank": 7, "query_rank": 5, "rotated_dim": 2, "value_dim": 3}
+
+
 @pytest.mark.parametrize("norm", [RMSNormConfig(), LayerNormConfig()], ids=lambda norm: norm.type)
 @pytest.mark.parametrize(
     "options",
@@ -146,13 +148,18 @@ def test_dropout_is_for_training_only(latent: dict[str, int] | None) -> None:
         *({"num_kv_heads": n, "bias": bias} for n in (1, 2, 4) for bias in (False, True, "qkv")),
         *({"num_kv_heads": 2, "head_dim": 6, "norm_qk": which} for which in ("head", "all")),
         {"sinks": True},
+        *(
+            {"head_dim": 6, "latent": LATENT | {"query_rank": rank, "value_dim": width}}
+            for rank in (5, None)
+            for width in (3, None)
+        ),
     ],
     ids=str,
 )
 def test_parameters_and_flops_are_those_of_the_built_module(
     options: dict[str, Any], norm: NormConfig
 ) -> None:
-    config = AttentionConfig(num_heads=4, **options)
+    config = AttentionConfig.model_validate({"num_heads": 4, **options})
     module = config.build(D_MODEL, causal=True, norm=norm)
     assert config.num_params(D_MODEL, norm) == sum(p.numel() for p in module.parameters())
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -161,39 +168,10 @@ def test_parameters_and_flops_are_those_of_the_built_module(
     assert counter.get_total_flops() == 2 * 9 * expected
 
 
-def latent_config(**latent: int | None) -> AttentionConfig:
-    narrow = {"kv_rank": 7, "query_rank": 5, "rotated_dim": 2, "value_dim": 3}
-    options = {"num_heads": 4, "head_dim": 6, "latent": narrow | latent}
-    return AttentionConfig.model_validate(options)
-
-
-def latent_attention(**latent: int | None) -> LatentAttention:
-    config = latent_config(**latent)
-    torch.manual_seed(0)
-    module = config.build(D_MODEL, causal=True, norm=RMSNormConfig())
-    assert isinstance(module, LatentAttention)
-    return module.double()
-
-
-@pytest.mark.parametrize("query_rank", [5, None])
-@pytest.mark.parametrize("value_dim", [3, None])
-def test_latent_attention_costs_as_much_as_its_config_counts(
-    query_rank: int | None, value_dim: int | None
-) -> None:
-    module = latent_attention(query_rank=query_rank, value_dim=value_dim)
-    config = latent_config(query_rank=query_rank, value_dim=value_dim)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        module(tokens(2, 9), Positions(), None)
-
-    assert config.num_params(D_MODEL, RMSNormConfig()) == sum(
-        p.numel() for p in module.parameters()
-    )
-    expected = config.flops_per_token(D_MODEL, seq_len=9, causal=False)
-    assert counter.get_total_flops() == 2 * 9 * expected
-
-
 def test_padding_changes_nothing_of_latent_attention_before_it() -> None:
-    module, x = latent_attention(), tokens(1, 6)
+    config = AttentionConfig.model_validate({"num_heads": 4, "head_dim": 6, "latent": LATENT})
+    module = config.build(D_MODEL, causal=True, norm=RMSNormConfig()).double()
+    x = tokens(1, 6)
     mask = torch.tensor([[True] * 4 + [False] * 2])
     positions = RotaryConfig().build(D_MODEL, 2, 8)
     padded = module(x, positions, mask)

@@ -15,9 +15,9 @@ from moe_ffn.model.positions import LearnedConfig, PositionsConfig, RotaryConfig
 FLOAT32 = 1e-5
 
 
-def rotate(x: torch.Tensor, position: int, base: float = 10_000.0) -> torch.Tensor:
+def rotate(x: torch.Tensor, position: int) -> torch.Tensor:
     """A head's units (d,) as if they stood at `position`."""
-    rotary = RotaryConfig(base=base).build(d_model=0, head_dim=x.shape[-1], max_seq_len=64)
+    rotary = RotaryConfig().build(d_model=0, head_dim=x.shape[-1], max_seq_len=64)
     return rotary.rotate(x.expand(1, 1, 64, -1))[0, 0, position]
 
 
@@ -29,12 +29,6 @@ def test_rope_angles_by_hand() -> None:
     assert rotate(two, 3).tolist() == pytest.approx([0, cos(0.03), 0, sin(0.03)], abs=FLOAT32)
     # and the second of a pair turns to (-sin, cos)
     assert rotate(one.roll(2), 3).tolist() == pytest.approx([-sin(3), 0, cos(3), 0], abs=FLOAT32)
-
-
-def test_rope_angles_follow_the_base() -> None:
-    # base 100: 100^(-2/4) = 0.1
-    turned = rotate(torch.tensor([0, 1.0, 0, 0]), 5, base=100.0)
-    assert turned.tolist() == pytest.approx([0, cos(0.5), 0, sin(0.5)], abs=FLOAT32)
 
 
 def test_a_fraction_of_a_head_is_rotated() -> None:

@@ -49,8 +49,8 @@ PLACES = {
 SKIPPED = 8
 """The optimizer step, of twelve, in which it breaks."""
 QUICK = [
-    f"{math.nan} in {place}, moe, accumulation 1"
-    for place in ("one gradient", "a hidden state", "router logits")
+    f"{math.nan} in {place}, moe, accumulation {accumulate}"
+    for place, accumulate in (("one gradient", 1), ("a hidden state", 4), ("router logits", 1))
 ]
 
 

@@ -61,12 +61,6 @@ def test_a_bad_config_file_is_rejected_by_its_name(
     assert re.match(re.escape(f"--config {path}: ") + answer, said), said
 
 
-def test_a_missing_config_file_or_a_folder_is_rejected(reject: Reject, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    assert reject("--config", "no.yaml") == "--config no.yaml: No such file or directory"
-    assert reject("--config", "folder") == "--config folder: Is a directory"
-
-
 def test_many_mistakes_are_cut_to_six_lines(reject: Reject, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("".join(f"k{number}: 1\n" for number in range(9)))
     said = reject("--config", "mine.yaml", lines=6).splitlines()

@@ -24,7 +24,7 @@ from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.folder import saved_config
 from moe_ffn.runs.identity import checkpoint_identity
 from moe_ffn.runs.json_files import Facts
-from moe_ffn.runs.resume import ResumePoint, first_usable, problem_of_weights, rewind
+from moe_ffn.runs.resume import ResumePoint, problem_of_weights, rewind
 from moe_ffn.runs.texts import check_documents
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import (
@@ -163,25 +163,6 @@ def test_a_damaged_list_of_documents_is_left_to_the_checkpoint(tmp_path: Path, t
 
 
 # -- from which checkpoint
-
-
-def test_the_newest_intact_checkpoint_is_used_and_skipped_ones_are_named(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{number}.ckpt" for number in range(4)]
-    paths[0].touch()
-    for number in (1, 2, 3):
-        write_checkpoint({"global_step": number}, paths[number])
-
-    found, skipped = first_usable(
-        paths, lambda values: "is odd" if values["global_step"] == 1 else None
-    )
-
-    assert found is not None
-    assert found == (paths[2], {"global_step": 2})
-    assert skipped == ["0.ckpt is empty", "1.ckpt is odd"]
-    assert first_usable(paths[:2], lambda values: "is odd") == (
-        None,
-        ["0.ckpt is empty", "1.ckpt is odd"],
-    )
 
 
 STATE = {"weight": torch.zeros(2, 3), "count": torch.zeros(3, dtype=torch.int64)}

@@ -125,32 +125,6 @@ def sparsity_weight_after_a_step(
     return updater.sparsity_weight.item() / before
 
 
-@pytest.mark.parametrize("rule", [{"type": "quantile", "ema": 0.5}, {"type": "global_quantile"}])
-@pytest.mark.parametrize(("num_batches", "num_ranks"), [(3, 1), (3, 2)])
-def test_quantiles_are_those_of_the_batches_of_all_ranks(
-    rule: dict[str, Any], num_batches: int, num_ranks: int, route_logits: Any
-) -> None:
-    # Every batch of every rank observes the same, so the bias is what one batch alone would make it.
-    config = ObjectiveConfig.model_validate({"bias_rule": rule})
-    logits_TE = torch.tensor([[3.0, 1.0], [2.0, 0.0], [1.0, 0.5], [0.0, 0.2]])
-    routing = route_logits(logits_TE, k=1)
-    expected = torch.zeros(2)
-    for _ in range(2):
-        once = config.bias_rule.observe(routing, expected)
-        expected = config.bias_rule.update(expected, once, num_batches=1)
-    assert expected.abs().min() > 0.01
-
-    routers = {"layer_00": biased_router()}
-    updater = BalanceUpdater(config)
-    for _ in range(2):
-        for _ in range(num_batches):
-            updater.observe({"layer_00": routing}, routers)
-        updater.step(routers, lambda sums: num_ranks * sums, num_ranks)
-    bias = routers["layer_00"].correction_bias_E
-    assert bias is not None
-    torch.testing.assert_close(bias, expected)
-
-
 def chosen_by_all(experts: int, target_k: float = 1.0, num_tokens: int = 2) -> Routing:
     """Tokens, each of which lists four experts and chooses the first `experts`."""
     logits_TE = torch.where(torch.arange(4) < experts, 1.0, -1.0).expand(num_tokens, 4)

@@ -54,8 +54,6 @@ CHANGED: dict[str, dict[str, Any]] = {
 }
 """Another value for every option specific to an optimizer."""
 
-MATRIX = "layers.0.ffn.experts.gate_up"
-
 every_type = pytest.mark.parametrize("tag", TYPES)
 
 

@@ -101,16 +101,6 @@ def test_micro_batches_equal_one_batch_for_rules_that_survive_division(
         assert difference(whole, parts) > 100 * FLOAT32
 
 
-def test_checkpointing_and_accumulation_together_change_nothing_under_the_global_rule(
-    config_for: Any, gradient_here: Any
-) -> None:
-    rule = "load_balance_global"
-    whole = gradient_here(config_for(rule))
-    model = {"activation_checkpointing": True}
-    parts = gradient_here(config_for(rule, batch_size=2, batches=4, model=model))
-    assert difference(whole, parts) < FLOAT32
-
-
 DRAWS_K = {
     "ffn": {
         "type": "moe",
@@ -120,12 +110,13 @@ DRAWS_K = {
 }
 
 
-def test_a_drawn_k_is_that_of_its_step_however_the_batch_is_divided(
-    config_for: Any, gradient_here: Any
+@pytest.mark.parametrize("model", [{}, DRAWS_K], ids=["plain", "a drawn k"])
+def test_checkpointing_and_accumulation_together_change_nothing_under_the_global_rule(
+    model: dict[str, Any], config_for: Any, gradient_here: Any
 ) -> None:
     rule = "load_balance_global"
-    whole = gradient_here(config_for(rule, model=DRAWS_K))
-    model = {**DRAWS_K, "activation_checkpointing": True}
+    whole = gradient_here(config_for(rule, model=model))
+    model = {**model, "activation_checkpointing": True}
     parts = gradient_here(config_for(rule, batch_size=2, batches=4, model=model))
     assert difference(whole, parts) < FLOAT32
 

@@ -41,7 +41,6 @@ class Watcher(Callback):
 
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
-        self.num_hooks: set[int] = set()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -49,9 +48,6 @@ class Watcher(Callback):
         if trainer.global_step > len(self.weights):
             state = {name: value.clone() for name, value in pl_module.state_dict().items()}
             self.weights.append(state)
-        modules = pl_module.modules()
-        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
-        self.num_hooks.add(sum(hooks))
 
     def moved(self, step: int) -> set[str]:
         before, after = self.weights[step - 2], self.weights[step - 1]
@@ -71,37 +67,6 @@ class HalfPrecision(Callback):
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.scales.append(self.scaler.get_scale())
-
-
-@pytest.mark.parametrize("accumulate", [1, 3], ids=["plain", "accumulating 3"])
-def test_a_skipped_step_changes_nothing_and_training_continues(fit: Fit, accumulate: int) -> None:
-    watcher, broken = Watcher(), 3 * accumulate + accumulate // 2
-    fault = Fault(ROUTER, math.nan, range(broken, broken + 1))
-
-    fitted = fit(
-        fault, watcher, model={"ffn": BIASED}, trainer={"accumulate_grad_batches": accumulate}
-    )
-
-    assert fault.num_strikes == 2, "once, and once more to find where it began"
-    assert watcher.moved(4) == set()
-    biases = {f"decoder.layers.{layer}.ffn.router.correction_bias_E" for layer in (0, 1)}
-    for step in (2, 3, 5, 6):
-        assert biases < watcher.moved(step)
-    for (
-        name
-    ) in biases:  # by the counts of the step itself, 1e-3 towards experts with less than the mean
-        layer = name.split(".")[2]
-        outputs = fitted.spy.outputs[4 * accumulate : 5 * accumulate]
-        ids = [output["routings"][f"layer_0{layer}"].expert_ids_N for output in outputs]
-        load_E = torch.cat(ids).bincount(minlength=4).double()
-        moved_E = watcher.weights[4][name] - watcher.weights[3][name]
-        assert moved_E.tolist() == pytest.approx((1e-3 * (load_E.mean() - load_E).sign()).tolist())
-    assert len(watcher.num_hooks) == 1, "hooks were left behind"
-    # The schedule moves on, and the data with it.
-    assert fitted.spy.rates == sorted(fitted.spy.rates[:1]) + fitted.spy.rates[1:]
-    assert len(set(fitted.spy.rates)) == 6
-    assert fitted.module.guard.num_skipped == 1
-    assert fitted.watchers.steps.num_skipped == 1
 
 
 def test_an_interrupted_step_is_forgotten(
@@ -162,6 +127,7 @@ def test_a_row_covers_the_taken_steps(fit: Fit, capsys: pytest.CaptureFixture[st
 
     fitted = fit(fault, model={"ffn": BIASED}, logging={"every_n_steps": 2})
 
+    assert fault.num_strikes == 3 + 1, "the first once more, to find where it began"
     rows = [row for _, row in fitted.logger.named("train")]
     assert [row["train/skipped_steps"] for row in rows] == [1, 2, 0]
     taken = fitted.spy.outputs[0]["objective"]
