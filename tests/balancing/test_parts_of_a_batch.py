@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
 from moe_ffn.balancing.losses import (
     global_load_balancing_loss,
+    importance_cv2_loss,
     load_balancing_loss,
     load_cv2_loss,
     pairs_per_expert,
+    pooled_load_balancing_loss,
+    router_entropy_loss,
+    router_z_loss,
     sequence_load_balancing_loss,
 )
+from moe_ffn.outputs import Routing
 from tests.helpers.every_loss import random_logits, routing_of
 
 # Sums of some hundred float64 numbers in another order.
@@ -81,11 +89,79 @@ def test_the_sequence_loss_is_the_mean_of_the_loss_of_each() -> None:
     )
 
 
-def test_the_load_loss_of_parts_is_not_that_of_the_whole() -> None:
-    """Gradients of the other losses, of a batch in parts: `tests/training/test_invariance.py`."""
-    logits = random_logits(48, 4).requires_grad_()
-    whole, *parts = (load_cv2_loss(routing_of(part)) for part in (logits, *logits.chunk(4)))
-    expected, found = (
-        torch.autograd.grad(loss, logits)[0] for loss in (whole, torch.stack(parts).mean())
-    )
-    assert (found - expected).norm() > 0.01 * expected.norm()
+# ------------------------------------------------------------------------------- which rules survive
+
+NUM_PARTS, SEQUENCES, LENGTH, NUM_EXPERTS = 4, 2, 6, 4
+"""Micro-batches of a batch, sequences of a micro-batch, tokens of a sequence."""
+
+Rule = Callable[[Sequence[Routing], Sequence[Routing]], Tensor]
+"""(both layers of a part, both layers of the whole batch) -> what the part contributes to a mean."""
+
+
+def per_layer(loss: Callable[[Routing], Tensor]) -> Rule:
+    return lambda part, whole: torch.stack([loss(layer) for layer in part]).mean()
+
+
+def global_rule(part: Sequence[Routing], whole: Sequence[Routing]) -> Tensor:
+    """Loss of one part times the number of parts, because the mean over parts is taken later."""
+    num_parts = whole[0].num_tokens // part[0].num_tokens
+    losses = [
+        global_load_balancing_loss(layer, pairs_per_expert(all_of_it), all_of_it.num_real_tokens)
+        for layer, all_of_it in zip(part, whole, strict=True)
+    ]
+    return num_parts * torch.stack(losses).mean()
+
+
+SURVIVES: dict[str, tuple[Rule, bool, bool]] = {
+    # rule: with equally many real tokens in every part, and with more padding in some than in others
+    "load_balance_global": (global_rule, True, True),
+    "load_balance_sequence": (per_layer(sequence_load_balancing_loss), True, True),
+    "router_z": (per_layer(router_z_loss), True, False),
+    "router_entropy": (per_layer(router_entropy_loss), True, False),
+    "load_balance": (per_layer(load_balancing_loss), False, False),
+    "load_balance_pooled": (lambda part, whole: pooled_load_balancing_loss(part), False, False),
+    "importance_cv2": (per_layer(importance_cv2_loss), False, False),
+    "load_cv2": (per_layer(load_cv2_loss), False, False),
+}
+"""True if the mean over 4 micro-batches of equal size is the batch: `docs/reference/balancing.md`.
+
+The sequence rule survives padding as long as every part has equally many sequences that are not all
+padding.
+"""
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["equal_tokens", "uneven_padding"])
+@pytest.mark.parametrize("name", SURVIVES)
+def test_the_mean_over_micro_batches_is_the_whole_batch_exactly_for_these_rules(
+    name: str, padded: bool
+) -> None:
+    rule, survives_equal, survives_padding = SURVIVES[name]
+    num_tokens = NUM_PARTS * SEQUENCES * LENGTH
+    layers = torch.stack([random_logits(num_tokens, NUM_EXPERTS, seed) for seed in (0, 1)])
+    logits_LTE = layers.requires_grad_()
+    mask_T = torch.ones(num_tokens, dtype=torch.bool)
+    if padded:
+        mask_T[3:6] = False  # only of the first part
+        mask_T[8:12] = False
+
+    def routings(tokens: slice) -> list[Routing]:
+        return [
+            routing_of(logits_TE[tokens], mask=mask_T[tokens], sequence_length=LENGTH)
+            for logits_TE in logits_LTE
+        ]
+
+    whole = routings(slice(None))
+    size = num_tokens // NUM_PARTS
+    parts = [routings(slice(n * size, (n + 1) * size)) for n in range(NUM_PARTS)]
+    expected = rule(whole, whole)
+    got = torch.stack([rule(part, whole) for part in parts]).mean()
+    (expected_gradient,) = torch.autograd.grad(expected, logits_LTE)
+    (gradient,) = torch.autograd.grad(got, logits_LTE)
+
+    same_value = torch.allclose(got, expected, rtol=EXACT, atol=EXACT)
+    same_gradient = torch.allclose(gradient, expected_gradient, rtol=EXACT, atol=EXACT)
+    survives = survives_padding if padded else survives_equal
+    assert (same_value, same_gradient) == (survives, survives)
+    if not survives:  # by far more than rounding
+        distance = (gradient - expected_gradient).norm() / expected_gradient.norm()
+        assert distance > 0.01
