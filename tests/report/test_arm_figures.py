@@ -189,6 +189,13 @@ def test_arms_whose_short_names_are_equal_have_rows_of_their_own() -> None:
     assert axis.ticktext == ("moe_experts…2_scale_0.25",) * 2
 
 
+def test_labels_of_differences_fit_between_the_ends_of_the_axis() -> None:
+    losses = {"base": 2.0, "better": 1.8, "equal": 2.0}
+    results = [make_result(arm, seed, losses[arm]) for arm in losses for seed in range(3)]
+    low, high = figures.differences(Comparison.of(results, baseline="base")).layout.xaxis.range
+    assert (low, high) == pytest.approx((-0.23, 0.03))
+
+
 def test_the_title_of_an_axis_of_differences_fits_on_a_phone() -> None:
     base = "a_baseline_with_a_long_name"
     results = [make_result(arm, seed) for arm in (base, "other") for seed in range(2)]

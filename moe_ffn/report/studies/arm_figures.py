@@ -239,6 +239,7 @@ def differences(comparison: Comparison) -> go.Figure:
     if not rows:
         raise NotMeasuredError(f"no arm has a difference from {comparison.baseline}")
     traces: list[go.Scatter] = []
+    ends = [0.0]
     for row, (number, arm, paired) in enumerate(rows):
         if paired.interval is None:
             xs = comparison.seed_differences(arm)
@@ -258,11 +259,13 @@ def differences(comparison: Comparison) -> go.Figure:
                 "error_x": error_bar(mean, paired.interval, number),
             }
         traces.append(arm_trace(number, arm.name, xs, [row] * len(xs), hover, **options))
+        ends += paired.interval or xs
+    pad = 0.15 * (max(ends) - min(ends)) or 0.01  # room for half a label
     x_axis = {
         "title": axis_title("Δ loss (nats per token)"),
         "zeroline": True,
         "zerolinewidth": 2,
-        "rangemode": "tozero",
+        "range": [min(ends) - pad, max(ends) + pad],
     }
     y_axis = {
         "title": None,
