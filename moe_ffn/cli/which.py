@@ -24,6 +24,7 @@ from moe_ffn.cli.sweep import share_plotly, use_threads_of_a_run
 from moe_ffn.config.errors import ConfigError, command, explaining
 from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.yaml_files import read_yaml, to_yaml, validate
+from moe_ffn.data.corpus import read_text_documents
 from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.runs.config import folder_name_problem
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     say = partial(print, flush=True)
     folder, question = _begin(args)
     if question is None:
+        next(read_text_documents(args.data, "--data"))  # its messages name the flag
         use_threads_of_a_run(args.jobs)
         say("timing the candidates to choose their width")
         question = Question.measured(args.data, args.minutes, args.jobs, say)

@@ -221,7 +221,9 @@ def explain_unknown(path: str, message: str, tree: Option) -> str:
         return f"is set by the program itself; {why}"
     if other_type := _hint_for_other_type(path, tree):
         return other_type
-    if "did you mean" in message:
+    section, name = _section_of(path, tree)
+    inside = section and nearest(name, (option.name for option in section.descendants()))
+    if "did you mean" in message and (inside is None or f"'{inside}'" in message):
         return message
     near = nearest_options(path, tree)
     return f"unknown{near}" if near else message

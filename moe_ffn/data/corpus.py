@@ -147,7 +147,7 @@ PATHS_KEY = "data.corpus.paths"
 def read_text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Document]:
     """Yield the text files under `paths` as documents; messages name the option `key`."""
     files = _distinct_files(paths, key)
-    problems = [_format_problem(file.path) for file in files]
+    problems = [_format_problem(file.path, key) for file in files]
     for file, problem in zip(files, problems, strict=True):
         if problem and (file.is_given or all(problems)):
             raise ConfigError(f"{key}: '{file.path}' {problem}")
@@ -295,16 +295,19 @@ def unreadable(path: Path | str, error: OSError) -> ConfigError:
     return ConfigError(f"data.corpus: '{path}' cannot be read ({reason(error)})")
 
 
-def _format_problem(path: Path) -> str | None:
-    """Return why a file with this suffix is not plain text, and the fix; None if it may be text."""
+def _format_problem(path: Path, key: str) -> str | None:
+    """Return why a file with this suffix is not plain text, and the fix; None if it may be text. Only a
+    program with the option `data.corpus.paths` has one for records too.
+    """
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
         return f"is compressed ({suffix}); unpack it first"
     if suffix in _RECORDS:
+        dataset = f"--data.corpus.type hf_dataset --data.corpus.path {path}"
+        advice = f"use {dataset} --data.corpus.text_column NAME, or " if key == PATHS_KEY else ""
         return (
-            "holds records, and training would include their brackets and names; use --data.corpus.type "
-            f"hf_dataset --data.corpus.path {path} --data.corpus.text_column NAME, or write their text "
-            "into a .txt file"
+            "holds records, and training would include their brackets and names; "
+            f"{advice}write their text into a .txt file"
         )
     return None
 

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 REJECTED: dict[str, str | re.Pattern[str]] = {
     # Keys.
+    "--model.num_expert 3": "model.num_expert: unknown; did you mean 'model.ffn.num_experts'?",
     "--model.dmodel 3": ("model.dmodel: unknown; did you mean 'd_model'?"),
     "--model.ffn.type dense --model.ffn.num_experts 4": (
         "model.ffn.num_experts: unknown with model.ffn.type 'dense'; it belongs to type 'moe' or "

@@ -179,6 +179,30 @@ def test_differences_are_those_of_the_comparison(comparison: Comparison) -> None
     assert rows["swiglu"].meta["colour"] == 1, "the colour that it has in every plot"
 
 
+def test_arms_whose_short_names_are_equal_have_rows_of_their_own() -> None:
+    names = [f"moe_experts_{count}_topk_2_scale_0.25" for count in ("8_wide", "4")]
+    results = [make_result(arm, seed) for arm in ("dense", *names) for seed in range(2)]
+    found = Comparison.of(results, baseline="dense")
+    figure = figures.differences(found)
+    (first, second), axis = figure.data, figure.layout.yaxis
+    assert (first.y, second.y, axis.tickvals) == ((0, 0), (1, 1), (0, 1))
+    assert axis.ticktext == ("moe_experts…2_scale_0.25",) * 2
+
+
+def test_labels_of_differences_fit_between_the_ends_of_the_axis() -> None:
+    losses = {"base": 2.0, "better": 1.8, "equal": 2.0}
+    results = [make_result(arm, seed, losses[arm]) for arm in losses for seed in range(3)]
+    low, high = figures.differences(Comparison.of(results, baseline="base")).layout.xaxis.range
+    assert (low, high) == pytest.approx((-0.23, 0.03))
+
+
+def test_the_title_of_an_axis_of_differences_fits_on_a_phone() -> None:
+    base = "a_baseline_with_a_long_name"
+    results = [make_result(arm, seed) for arm in (base, "other") for seed in range(2)]
+    found = Comparison.of(results, baseline=base)
+    assert len(figures.differences(found).layout.xaxis.title.text) <= 24
+
+
 def test_tuning_is_drawn_by_value_with_the_best_one_large(comparison: Comparison) -> None:
     (found,) = comparison.tuning
     lines = drawn(figures.tuning(comparison, found))

@@ -22,7 +22,14 @@ from moe_ffn.outputs import Routing
 from moe_ffn.report.expert_tokens import NOT_REACHED, Assignment, expert_tokens, text_positions
 from moe_ffn.report.inspect import Inspection, experts, inspect_model, text_of_tokens
 from moe_ffn.report.inspect import text as text_module
-from moe_ffn.report.inspect.experts import Attribute, agreement, entropy, mutual_information
+from moe_ffn.report.inspect.experts import (
+    Agreement,
+    Attribute,
+    agreement,
+    entropy,
+    mutual_information,
+)
+from moe_ffn.report.inspect.page import findings
 from moe_ffn.report.inspect.text import (
     BYTE_CLASSES,
     SYNTAX_CLASSES,
@@ -618,3 +625,21 @@ def test_positions_and_columns_have_the_names_of_their_bounds() -> None:
     text = random_text(b"ab\n", seq_len=16)
     assert line.names == ("0", "1", "2 to 3", "4 to 7", "8 to 15", "16 to 31", "32 to 63", "64 on")
     assert {line.names[i] for i in line.labels_T[text.column_T == 3]} == {"2 to 3"}
+
+
+def test_agreement_that_chance_explains_as_well_is_left_out_of_the_findings() -> None:
+    by_chance, half = Agreement(share=1.0, chance=1.0), Agreement(share=0.5, chance=0.0)
+    layers = {
+        "layer_00": {"token": by_chance, "document": by_chance, "previous token": half},
+        "layer_01": {"token": half, "document": by_chance, "previous token": by_chance},
+    }
+    inspection: Any = SimpleNamespace(
+        routers={
+            name: SimpleNamespace(name=name, agreement=found) for name, found in layers.items()
+        },
+        attributes=[SimpleNamespace(name=name) for name in layers["layer_00"]],
+        units=[],
+    )
+    token, others = findings(inspection)
+    assert token == "The token alone explains 50% (layer 1) of the first choice, above chance."
+    assert "most on previous token (50%), and least on previous token (50%);" in others

@@ -216,6 +216,11 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
     [
         (["--minutes", "5"], r"--data: is required: moe-ffn which --data my_texts/ --minutes 60"),
         (["--data", "text"], r"--minutes: is required"),
+        (["--data", "none", "--minutes", "5"], r"^--data: 'none' does not exist"),
+        (
+            ["--data", "rows.jsonl", "--minutes", "5"],
+            r"^--data: 'rows.jsonl' holds records, .* names; write their text into a .txt file$",
+        ),
         (["--data", "text", "--minutes", "0"], r"--minutes: must be a whole number from 1 to"),
         (["--data", "text", "--minutes", "5", "--name", "a/b"], r"--name: "),
         (
@@ -236,6 +241,7 @@ def test_a_mistake_is_one_sentence(argv: list[str], message: str, tmp_path: Path
     mistaken = which.to_yaml(question(jobs=3)).replace("width: 64", "width: wide")
     mistaken = mistaken.replace("jobs: 3", "jobs: 0")
     (tmp_path / "runs" / "wrong" / "which.yaml").write_text(mistaken, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}')
     with pytest.raises(ConfigError, match=message):
         main(argv)
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"old", "wrong"}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-
-import numpy as np
+from statistics import fmean
 
 from moe_ffn.config.numbers import NONE
 from moe_ffn.ffn.base import short_name
@@ -70,17 +69,19 @@ def _plots(inspection: Inspection) -> dict[str, list[Plot]]:
 def findings(inspection: Inspection) -> list[str]:
     """Return sentences with the main numbers."""
     lines: list[str] = []
-    routers = [r for r in inspection.routers.values() if not math.isnan(r.agreement["token"].share)]
-    if routers:
-        shares = [r.agreement["token"].above_chance for r in routers]
-        layers = [short_name(r.name) for r in routers]
+    shares = _above_chance(inspection, "token")
+    if shares:
+        layers = [short_name(name) for name in shares]
         lines.append(
-            f"The token alone explains {_by_layer(shares, layers)} of the first choice, above chance."
+            f"The token alone explains {_by_layer([*shares.values()], layers)} of the first choice, above "
+            "chance."
         )
-        means = {
-            name: float(np.mean([r.agreement[name].above_chance for r in routers]))
-            for name in (a.name for a in inspection.attributes if a.name != "token")
-        }
+    means = {
+        attribute.name: fmean(shares.values())
+        for attribute in inspection.attributes
+        if attribute.name != "token" and (shares := _above_chance(inspection, attribute.name))
+    }
+    if means:
         ranked = sorted(means, key=lambda name: -means[name])
         lines.append(
             "Of the other attributes, each on its own, routing depends most on "
@@ -97,6 +98,12 @@ def findings(inspection: Inspection) -> list[str]:
             + (f"at most {percent_text(chance)}." if chance >= 0.005 else "below 0.5%.")
         )
     return lines
+
+
+def _above_chance(inspection: Inspection, attribute: str) -> dict[str, float]:
+    """Return router -> share of its choice that the attribute explains; routers without one are left out."""
+    shares = {r.name: r.agreement[attribute].above_chance for r in inspection.routers.values()}
+    return {name: share for name, share in shares.items() if not math.isnan(share)}
 
 
 def absent(inspection: Inspection) -> list[str]:

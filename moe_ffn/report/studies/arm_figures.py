@@ -239,8 +239,8 @@ def differences(comparison: Comparison) -> go.Figure:
     if not rows:
         raise NotMeasuredError(f"no arm has a difference from {comparison.baseline}")
     traces: list[go.Scatter] = []
-    for number, arm, paired in rows:
-        y = _short(arm.name)
+    ends = [0.0]
+    for row, (number, arm, paired) in enumerate(rows):
         if paired.interval is None:
             xs = comparison.seed_differences(arm)
             hover = "%{x:+.4f} in one seed"
@@ -258,18 +258,19 @@ def differences(comparison: Comparison) -> go.Figure:
                 "textposition": "top center",
                 "error_x": error_bar(mean, paired.interval, number),
             }
-        traces.append(arm_trace(number, arm.name, xs, [y] * len(xs), hover, **options))
+        traces.append(arm_trace(number, arm.name, xs, [row] * len(xs), hover, **options))
+        ends += paired.interval or xs
+    pad = 0.15 * (max(ends) - min(ends)) or 0.01  # room for half a label
     x_axis = {
-        "title": axis_title(
-            f"loss minus the loss of {_short(comparison.baseline)} (nats per token)"
-        ),
+        "title": axis_title("Δ loss (nats per token)"),
         "zeroline": True,
         "zerolinewidth": 2,
-        "rangemode": "tozero",
+        "range": [min(ends) - pad, max(ends) + pad],
     }
     y_axis = {
         "title": None,
-        "type": "category",
+        "tickvals": [*range(len(rows))],
+        "ticktext": [_short(arm.name) for _, arm, _ in rows],
         "range": [len(rows) - 0.5, -0.7],  # first arm on top, with room for its label
         "showgrid": False,
     }
