@@ -45,7 +45,7 @@ def print_results(
     console: Console, folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks
 ) -> None:
     """Print the numbers of a `summary_of`, the load of every expert, a sample, and the run's folder."""
-    loss, unigram = summary["validation_loss"], summary["unigram_loss"]
+    loss, unigram, ngrams = (summary[f"{name}_loss"] for name in ("validation", "unigram", "ngram"))
     samples, routing = callbacks.samples, plain_values(summary["routing"])
 
     def say(text: str, style: str = "") -> None:
@@ -56,10 +56,11 @@ def print_results(
     say(
         f"\nvalidation loss {loss:.4f} nats per token, "
         f"{summary['validation_bits_per_byte']:.3f} bits per byte\n"
-        f"unigram model   {unigram:.4f} nats per token\n"
-        f"5-gram model    {summary['ngram_loss']:.4f} nats per token\n"
-        f"throughput      {summary['tokens_per_second']:,.0f} tokens/s"
+        f"unigram model   {unigram:.4f} nats per token"
     )
+    if ngrams is not None:
+        say(f"5-gram model    {ngrams:.4f} nats per token")
+    say(f"throughput      {summary['tokens_per_second']:,.0f} tokens/s")
     if not math.isfinite(loss):
         warn("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
     if loss > unigram:

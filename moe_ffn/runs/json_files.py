@@ -80,7 +80,7 @@ class Summary(JsonFile):
     unigram_loss: float | None = None
     """Loss of a model that knows only the frequencies of tokens, in nats per token."""
     ngram_loss: float | None = None
-    """Loss of a 5-gram model of the tokens that the run has read, in nats per token."""
+    """Loss of a 5-gram model of the tokens that the run has read, in nats per token; None for masked ones."""
     tokens_per_second: float | None = None
     num_tokens: Count | None = None
     """Training tokens, summed over ranks; steps that a resumed run repeated count once."""

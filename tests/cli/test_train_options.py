@@ -52,6 +52,7 @@ def test_every_block_trains(run_train: RunTrain, tmp_path: Path, causal: bool) -
     )
 
     assert run.code == 0, run.stderr
+    assert ("5-gram model" in run.stdout) is causal  # it predicts next tokens
     losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
     assert 4 < losses[0] < 7  # log 257 = 5.55 at random
     routed = {int(found[0]) for key in run.columns if (found := re.findall(r"layer_(\d\d)", key))}

@@ -185,11 +185,11 @@ def add_report(folder: Path) -> bool:
 # -- summary.json
 
 
-def baseline_losses(run: TrainingRun) -> dict[str, float]:
+def baseline_losses(run: TrainingRun) -> dict[str, float | None]:
     """Return the losses of the unigram model and of the 5-gram model, in nats per token.
 
     The unigram model counts the whole training split; the 5-gram model counts what the run has read,
-    each text once, up to `MAX_COUNTED` tokens.
+    each text once, up to `MAX_COUNTED` tokens. It predicts next tokens, so it is None for masked ones.
     """
     data, config = run.data, run.config.data
     vocab_size = data.tokenizer.vocab_size
@@ -201,7 +201,7 @@ def baseline_losses(run: TrainingRun) -> dict[str, float]:
     read = batches.windows_read(num_batches, MAX_COUNTED)
     return {
         "unigram_loss": unigram_loss(data.train, validation[:, 1:].reshape(-1), vocab_size),
-        "ngram_loss": ngram_loss(read, validation, vocab_size),
+        "ngram_loss": ngram_loss(read, validation, vocab_size) if run.config.model.causal else None,
     }
 
 
