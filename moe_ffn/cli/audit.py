@@ -34,7 +34,7 @@ from moe_ffn.cli.parser import (
     write_json,
     write_output,
 )
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError, command, first_line
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.interop.audit import audit
 from moe_ffn.interop.audit.findings import LOADING, AuditReport, Finding, Verdict, places
@@ -61,6 +61,10 @@ STYLES: dict[Verdict, str] = {"fail": "bold red", "warn": "yellow", "pass": "gre
 """Verdict -> style in the terminal."""
 
 
+_OTHER_SHAPE = "have another shape in the files"
+"""Part of a finding, because of which a model may not be computable at all."""
+
+
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=command("audit"), description=__doc__)
     parser.add("target TARGET", "folder of a run, a model or an adapter", type=Path)
@@ -84,11 +88,12 @@ def main(argv: Sequence[str]) -> int:
                 target.model, target.ids_BS, objective=target.objective, num_steps=target.num_steps
             )
         except RuntimeError as error:
-            failed = [finding for finding in target.findings if finding.verdict == "fail"]
-            if not failed:
+            misshapen = [found for found in target.findings if _OTHER_SHAPE in found.sentence]
+            if not misshapen or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ConfigError(
-                f"'{args.target}' cannot be computed: {failed[0].sentence}; {failed[0].advice}"
+                f"'{args.target}' cannot be computed ({first_line(error)}): {misshapen[0].sentence}; "
+                f"{misshapen[0].advice}"
             ) from error
     facts = {"text": target.text, "versions": versions("transformers", "peft")}
     report = replace(
@@ -189,7 +194,7 @@ def _loading(info: dict[str, Any]) -> tuple[Finding, ...]:
     """Return findings on weights that transformers did not find, did not use, or could not fit."""
     wrong: tuple[tuple[str, Verdict, str], ...] = (
         ("missing_keys", "fail", "are not in the files, and are random"),
-        ("mismatched_keys", "fail", "have another shape in the files, and are random"),
+        ("mismatched_keys", "fail", f"{_OTHER_SHAPE}, and are random"),
         ("unexpected_keys", "warn", "are in the files, but the model does not use them"),
     )
     mismatched = [

@@ -45,7 +45,7 @@ from moe_ffn.cli.parser import (
     write_output,
 )
 from moe_ffn.config.base import Config
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.errors import ConfigError, command, install
 from moe_ffn.config.numbers import number
 from moe_ffn.config.option_tree import merge
 from moe_ffn.config.yaml_files import read_yaml, validate
@@ -62,7 +62,7 @@ from moe_ffn.runs.json_files import plain_values
 from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.runs.texts import prepare_data, tokens_of_path
 from moe_ffn.training.distillation import ANSWERS_SUFFIX, StoredAnswers, digests_of, write_answers
-from moe_ffn.training.evaluation import Evaluation, evaluate, strided_batches, top_answers
+from moe_ffn.training.evaluation import Evaluation, StridedBatches, evaluate, top_answers
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.init_from import sha256_of_weights
 from moe_ffn.weights.pretrained import is_model_folder, naming_failures
@@ -115,7 +115,7 @@ def counted(what: str, batches: Iterable[T]) -> Iterator[Iterable[T]]:
     """Count the batches in a line of standard error, which disappears at the end; only on a terminal."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     options: Any = {"console": Console(stderr=True), "disable": not sys.stderr.isatty()}
-    with Progress(*columns, transient=True, **options) as bars:
+    with Progress(*columns, transient=True, redirect_stdout=False, **options) as bars:
         yield bars.track(batches, description=what)
 
 
@@ -163,9 +163,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(flags)
     overrides = parse_overrides(dotted_options).get("data", {})
     if args.tasks is not None and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(
-            "--tasks: lm-eval is not installed: pip install lm-eval 'pytablewriter>=1.2'"
-        )
+        raise ConfigError(f"--tasks: lm-eval is not installed: {install('eval')}")
     _check_together(args)
     console = Console(highlight=False)
     if args.store_answers is not None:
@@ -280,7 +278,7 @@ def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> di
         "precision": model.precision,
     }
     stride = max(1, config.seq_len // 2)
-    batches = strided_batches(data.train, config.seq_len, stride, config.batch_size)
+    batches = StridedBatches(data.train, config.seq_len, stride, config.batch_size)
     with (
         counted("predicting", batches) as shown,
         naming_failures(path, "written", "make room, or fix its permissions"),
@@ -400,7 +398,7 @@ def windows_of_text(
         tokens = data.validation[:]
     length = min(config.seq_len, len(tokens) - 1)
     description += f", windows of {length} tokens, stride {min(step, length)}"
-    return description, strided_batches(tokens, config.seq_len, step, config.batch_size)
+    return description, StridedBatches(tokens, config.seq_len, step, config.batch_size)
 
 
 # -- output

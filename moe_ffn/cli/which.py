@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
     say = partial(print, flush=True)
     folder, question = _begin(args)
     if question is None:
-        next(read_text_documents(args.data, "--data"), None)  # its messages name the flag
+        for _ in read_text_documents(args.data, "--data"):
+            pass  # its messages name the flag
         use_threads_of_a_run(args.jobs)
         say("timing the candidates to choose their width")
         question = Question.measured(args.data, args.minutes, args.jobs, say)

@@ -323,7 +323,7 @@ class SigmoidTopKRouter(BaseTopKRouter):
 
 def _rows_of_ids(table_VK: Tensor, context: TokenContext) -> Tensor:
     """Return the row of each token id, and row 0 for padding, whose ids may be out of range; ValueError
-    without ids, or, on a CPU, for an id that has no row.
+    without ids, or, on a CPU and not compiled, for an id that has no row.
     """
     if context.token_ids is None:
         raise ValueError(

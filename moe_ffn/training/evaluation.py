@@ -56,26 +56,39 @@ class Evaluation:
         return {name: getattr(self, name) for name in scalars} | {"routing": routing}
 
 
-def strided_batches(
-    tokens: np.ndarray | TokenSequence, seq_len: int, stride: int, batch_size: int
-) -> Iterator[Batch]:
-    """Yield windows over a whole text, `stride` apart; every token but the first is predicted exactly once.
+@dataclass(frozen=True)
+class StridedBatches:
+    """Windows over a whole text, `stride` apart; every token but the first is predicted exactly once.
 
     Targets of earlier windows are `IGNORED_TARGET`. A smaller stride, from 1 to `seq_len`, gives each token
     more context. The last window ends at the end of the text, so it may begin less than a stride after the
     window before it. The text has two `tokens` or more; if it is shorter than `seq_len`, it is one window.
     """
-    seq_len = min(seq_len, len(tokens) - 1)
-    last = len(tokens) - 1 - seq_len
-    starts = np.append(np.arange(0, last, stride), last)
-    num_new = np.diff(starts, prepend=-seq_len)
-    for first in range(0, len(starts), batch_size):
-        rows = slice(first, first + batch_size)
-        windows = np.stack([tokens[start : start + seq_len + 1] for start in starts[rows]])
-        is_old = np.arange(seq_len) < seq_len - num_new[rows, None]
-        windows = torch.from_numpy(windows.astype(np.int64))
-        targets = windows[:, 1:].masked_fill(torch.from_numpy(is_old), IGNORED_TARGET)
-        yield Batch(windows[:, :-1].contiguous(), targets)
+
+    tokens: np.ndarray | TokenSequence
+    seq_len: int
+    stride: int
+    batch_size: int
+
+    @property
+    def starts(self) -> np.ndarray:
+        """First position of each window."""
+        last = max(0, len(self.tokens) - 1 - self.seq_len)
+        return np.append(np.arange(0, last, self.stride), last)
+
+    def __len__(self) -> int:
+        return -(-len(self.starts) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        seq_len, starts = min(self.seq_len, len(self.tokens) - 1), self.starts
+        num_new = np.diff(starts, prepend=-seq_len)
+        for first in range(0, len(starts), self.batch_size):
+            rows = slice(first, first + self.batch_size)
+            windows = np.stack([self.tokens[start : start + seq_len + 1] for start in starts[rows]])
+            is_old = np.arange(seq_len) < seq_len - num_new[rows, None]
+            windows = torch.from_numpy(windows.astype(np.int64))
+            targets = windows[:, 1:].masked_fill(torch.from_numpy(is_old), IGNORED_TARGET)
+            yield Batch(windows[:, :-1].contiguous(), targets)
 
 
 @torch.no_grad()

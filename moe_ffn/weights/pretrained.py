@@ -216,7 +216,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
         for tensors in (distinct_tensors(decoder), weights)
     )
     require_fitting(folder, "this model", expected, found)
-    with open_weights(folder) as slices:
+    with open_weights(folder) as slices:  # whose dtypes have the names of safetensors
         names = (name for name, _ in decoder.named_parameters())
         require_floating(folder, {name: slices[name].get_dtype() for name in names})
     assign_weights(decoder, weights)

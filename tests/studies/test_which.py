@@ -218,6 +218,10 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
         (["--data", "text"], r"--minutes: is required"),
         (["--data", "none", "--minutes", "5"], r"^--data: 'none' does not exist"),
         (
+            ["--data", "rows.csv.txt", "latin.txt", "--minutes", "5"],
+            r"^--data: 'latin.txt' is not UTF-8",
+        ),
+        (
             ["--data", "rows.jsonl", "--minutes", "5"],
             r"^--data: 'rows.jsonl' holds records, .* names; write their text into a .txt file$",
         ),
@@ -242,6 +246,8 @@ def test_a_mistake_is_one_sentence(argv: list[str], message: str, tmp_path: Path
     mistaken = mistaken.replace("jobs: 3", "jobs: 0")
     (tmp_path / "runs" / "wrong" / "which.yaml").write_text(mistaken, encoding="utf-8")
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}')
+    (tmp_path / "rows.csv.txt").write_text("one")
+    (tmp_path / "latin.txt").write_bytes(b"na\xefve")
     with pytest.raises(ConfigError, match=message):
         main(argv)
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"old", "wrong"}

@@ -14,7 +14,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.outputs import FFNOutput
 from moe_ffn.training.config import resolve_precision
-from moe_ffn.training.evaluation import evaluate, strided_batches
+from moe_ffn.training.evaluation import StridedBatches, evaluate
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
 
 SEQ_LEN = 8
@@ -44,7 +44,7 @@ def tokens_of(count: int) -> np.ndarray:
 @pytest.mark.parametrize("count", [2, 8, 9, 10, 17, 40])
 def test_every_token_but_the_first_is_predicted_once(count: int, stride: int) -> None:
     tokens, predicted = tokens_of(count), []
-    for batch in strided_batches(tokens, SEQ_LEN, stride, batch_size=3):
+    for batch in StridedBatches(tokens, SEQ_LEN, stride, batch_size=3):
         assert len(batch.input_ids) <= 3
         for inputs, targets in zip(batch.input_ids, batch.target_ids, strict=True):
             new = targets != IGNORED_TARGET
@@ -74,7 +74,7 @@ def test_the_figures_equal_a_loop_over_tokens_in_float64(stride: int) -> None:
             scores_V = decoder(seen).logits[0, -1].log_softmax(-1)
         nats.append(-scores_V[int(tokens[place])].item())
 
-    batches = strided_batches(tokens, SEQ_LEN, stride, batch_size=2)
+    batches = StridedBatches(tokens, SEQ_LEN, stride, batch_size=2)
     found = evaluate(decoder, batches, lengths)
 
     assert found.loss == pytest.approx(np.mean(nats), rel=1e-6)
@@ -88,7 +88,7 @@ def test_routing_is_counted_over_every_batch() -> None:
     decoder, tokens = build(capacity={"factor": 1.0, "eval_factor": 0.5}), tokens_of(33)
     ids = torch.tensor(tokens[:-1].astype(int)).view(4, SEQ_LEN)
 
-    found = evaluate(decoder, strided_batches(tokens, SEQ_LEN, SEQ_LEN, 2), np.ones(32, int))
+    found = evaluate(decoder, StridedBatches(tokens, SEQ_LEN, SEQ_LEN, 2), np.ones(32, int))
 
     with torch.no_grad():
         routings = [decoder(part).routings["layer_01"] for part in ids.split(2)]
@@ -106,7 +106,7 @@ def test_routing_is_counted_over_every_batch() -> None:
 def test_the_load_of_a_single_expert_is_a_list_of_one() -> None:
     decoder = build(num_experts=1, router={"type": "top_k", "k": 1})
 
-    found = evaluate(decoder, strided_batches(tokens_of(33), SEQ_LEN, SEQ_LEN, 2), np.ones(32, int))
+    found = evaluate(decoder, StridedBatches(tokens_of(33), SEQ_LEN, SEQ_LEN, 2), np.ones(32, int))
 
     assert found.to_dict()["routing"]["layer_01"]["load"] == [1.0]
 

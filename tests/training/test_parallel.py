@@ -383,9 +383,7 @@ def test_ranks_use_the_planned_memory(
             "d_model": 256,
             "num_layers": 8,
             "attention": {"num_heads": 4},
-            # The C++ kernels of a CPU keep buffers of up to 64 MiB, which the plan for a GPU does not count.
-            "ffn": BLOCKS["shared"]
-            | {"num_experts": 8, "experts": {"type": "swiglu", "backend": "loop"}},
+            "ffn": BLOCKS["shared"] | {"num_experts": 8},
         },
         data={
             "corpus": {"type": "text", "paths": str(tmp_path / "text.txt")},

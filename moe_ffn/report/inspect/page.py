@@ -83,10 +83,12 @@ def findings(inspection: Inspection) -> list[str]:
     }
     if means:
         ranked = sorted(means, key=lambda name: -means[name])
+        least = f", and least on {ranked[-1]} ({percent_text(means[ranked[-1]])})"
         lines.append(
             "Of the other attributes, each on its own, routing depends most on "
             + ", then ".join(f"{name} ({means[name]:.0%})" for name in ranked[:3])
-            + f", and least on {ranked[-1]} ({percent_text(means[ranked[-1]])}); means over the layers."
+            + (least if len(ranked) > 1 else "")
+            + "; means over the layers."
         )
     judged = [layer for layer in inspection.units if layer.num_judged]
     layers = [str(layer.layer) for layer in judged]

@@ -194,15 +194,15 @@ def baseline_losses(run: TrainingRun) -> dict[str, float | None]:
     data, config = run.data, run.config.data
     vocab_size = data.tokenizer.vocab_size
     validation = validation_batches(config, data).windows
+    unigrams = unigram_loss(data.train, validation[:, 1:].reshape(-1), vocab_size)
+    if not run.config.model.causal:
+        return {"unigram_loss": unigrams, "ngram_loss": None}
     batches = TrainBatches(
         data.train, seq_len=config.seq_len, batch_size=config.batch_size, seed=run.config.seed
     )
     num_batches = run.trainer.global_step * run.trainer.accumulate_grad_batches
     read = batches.windows_read(num_batches, MAX_COUNTED)
-    return {
-        "unigram_loss": unigram_loss(data.train, validation[:, 1:].reshape(-1), vocab_size),
-        "ngram_loss": ngram_loss(read, validation, vocab_size) if run.config.model.causal else None,
-    }
+    return {"unigram_loss": unigrams, "ngram_loss": ngram_loss(read, validation, vocab_size)}
 
 
 def summary_of(run: TrainingRun) -> dict[str, Any]:
