@@ -25,6 +25,7 @@ from moe_ffn.weights.pretrained import (
     no_tokenizer,
     open_weights,
     require_fitting,
+    require_floating,
     weight_files,
 )
 
@@ -140,6 +141,10 @@ def load_with_info(
         transformers.AutoModelForSeq2SeqLM if has_encoder else transformers.AutoModelForCausalLM
     )
     weight_files(folder)  # rejects pickles
+    if "quantization_config" not in config:  # else transformers reads the scales, too
+        with open_weights(folder) as slices:
+            stored = {name: slices[name].get_dtype() for name in slices if name.endswith("weight")}
+        require_floating(folder, stored)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:

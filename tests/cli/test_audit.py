@@ -191,6 +191,9 @@ def far_base(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     return (tmp_path / "adapter",)
 
 
+ROUTER = "model.layers.0.mlp.gate.weight"
+
+
 def no_base(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     """As peft saves an adapter of our models, or of a model that was not read from a folder."""
     adapter_for(folder, tmp_path / "adapter")
@@ -203,6 +206,15 @@ def with_three_heads(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
     shutil.copytree(folder, tmp_path / "changed")
     config = tmp_path / "changed" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "num_attention_heads": 3}))
+    return (tmp_path / "changed",)
+
+
+def rounded_weight(folder: Path, tmp_path: Path) -> tuple[Path, ...]:
+    shutil.copytree(folder, tmp_path / "changed")
+    file = tmp_path / "changed" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[ROUTER] = tensors[ROUTER].to(torch.int8)
+    save_file(tensors, file)
     return (tmp_path / "changed",)
 
 
@@ -253,6 +265,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], tuple[Path, ...]], str]] = {
     "a config that cannot be computed": (
         with_three_heads,
         "have another shape in the files, and are random: model.layers.0.self_attn.o_proj.weight",
+    ),
+    "a rounded weight": (
+        rounded_weight,
+        f"has quantised weights ('{ROUTER}' is I8); give weights in a floating-point dtype",
     ),
     "a cut adapter": (
         cut_adapter,
