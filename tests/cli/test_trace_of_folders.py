@@ -89,7 +89,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         "'pytorch_model.bin' is a pickle, which may run code; give weights as safetensors",
     ),
     "unknown": (with_config(model_type="mixtrol"), "`mixtrol` but Transformers does not recognize"),
-    "truncated": (truncated, "cannot be read as a language model of type 'qwen3_moe' ("),
+    "truncated": (
+        truncated,
+        "model.safetensors' cannot be read (Error while deserializing header: ",
+    ),
     "deeper": (with_config(num_hidden_layers=4), "has no weight 'model.layers.3"),
     "dense": (dense, "LlamaForCausalLM can be watched: it has none of our blocks, and no experts"),
 }
