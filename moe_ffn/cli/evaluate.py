@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch
 from rich.console import Console
@@ -71,8 +71,6 @@ _DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache
 """Options that `--data config.yaml` sets; tokenizer and window length come from the model."""
 
 
-T = TypeVar("T")
-
 _EXAMPLES = {"--k": "--k, such as --k 1..8", "--store-answers": "--store-answers FILE"}
 
 
@@ -111,7 +109,7 @@ class Model:
 
 
 @contextmanager
-def counted(what: str, batches: Iterable[T]) -> Iterator[Iterable[T]]:
+def counted(what: str, batches: Iterable[Batch]) -> Iterator[Iterable[Batch]]:
     """Count the batches in a line of standard error, which disappears at the end; only on a terminal."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     options: Any = {"console": Console(stderr=True), "disable": not sys.stderr.isatty()}

@@ -69,17 +69,17 @@ def _plots(inspection: Inspection) -> dict[str, list[Plot]]:
 def findings(inspection: Inspection) -> list[str]:
     """Return sentences with the main numbers."""
     lines: list[str] = []
-    shares = _above_chance(inspection, "token")
-    if shares:
-        layers = [short_name(name) for name in shares]
+    by_token = _above_chance(inspection, "token")
+    if by_token:
+        layers = [short_name(name) for name in by_token]
         lines.append(
-            f"The token alone explains {_by_layer([*shares.values()], layers)} of the first choice, above "
+            f"The token alone explains {_by_layer([*by_token.values()], layers)} of the first choice, above "
             "chance."
         )
     means = {
-        attribute.name: fmean(shares.values())
+        attribute.name: fmean(found.values())
         for attribute in inspection.attributes
-        if attribute.name != "token" and (shares := _above_chance(inspection, attribute.name))
+        if attribute.name != "token" and (found := _above_chance(inspection, attribute.name))
     }
     if means:
         ranked = sorted(means, key=lambda name: -means[name])
