@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             pass  # its messages name the flag
         use_threads_of_a_run(args.jobs)
         say("timing the candidates to choose their width")
-        question = Question.measured(args.data, args.minutes, args.jobs, say)
+        question = Question.measured(args.data, args.minutes, args.jobs, say, args.seed)
         with explaining(f"'{folder}' cannot be written", "choose another --name"):
             make_folder(folder)
             write_atomically(folder / QUESTION_FILE, to_yaml(question))
@@ -61,7 +61,7 @@ def _parser() -> Parser:
     name = command("which")
     parser = Parser(
         prog=name,
-        usage=f"{name} --data PATH ... --minutes M [--name NAME] [--jobs N]\n       {name} --resume FOLDER",
+        usage=f"{name} --data PATH ... --minutes M [--name NAME] [--jobs N] [--seed N]\n       {name} --resume FOLDER",
         description=__doc__,
     )
     parser.add("--data PATH", "text files, folders or globs", nargs="+")
@@ -74,6 +74,8 @@ def _parser() -> Parser:
         type=whole(1, 1000),
         default=1 if torch.cuda.is_available() else num_cores(),
     )
+    meaning = "seed of the first run (default: 0); the others of a search are N+1 to N+6"
+    parser.add("--seed N", meaning, type=whole(0, 1_000_000), default=0)
     parser.add("--resume FOLDER", "resume a search")
     return parser
 

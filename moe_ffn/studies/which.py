@@ -137,6 +137,8 @@ class Question(Config, frozen=True):
     """Time for all runs."""
     jobs: int = Field(ge=1)
     """Number of runs at a time."""
+    seed: int = Field(0, ge=0)
+    """Seed of the first run; those of the rounds count from it."""
     width: int
     """d_model of all candidates."""
     step_seconds: dict[str, float]
@@ -146,7 +148,12 @@ class Question(Config, frozen=True):
 
     @classmethod
     def measured(
-        cls, data: Sequence[str], minutes: float, jobs: int, say: Callable[[str], None]
+        cls,
+        data: Sequence[str],
+        minutes: float,
+        jobs: int,
+        say: Callable[[str], None],
+        seed: int = 0,
     ) -> Question:
         """Time steps; choose the largest width whose runs read enough text, ConfigError if none does."""
         text = prepare(_config(data, WIDTHS[0], {}).data)
@@ -184,6 +191,7 @@ class Question(Config, frozen=True):
             data=[*data],
             minutes=minutes,
             jobs=jobs,
+            seed=seed,
             width=chosen,
             step_seconds=_timed(data, chosen, BLOCKS),
             max_steps=max_steps,
@@ -311,7 +319,8 @@ class Search:
         left = self.question.seconds - spent
         full = full_steps(left, ROUNDS[index:], step_seconds, self.question.jobs)
         full = max(MIN_STEPS, min(full, self.question.max_steps))
-        study = self.question.study(name, arms, round_.seeds, round_.steps(full), self.folder)
+        seeds = [self.question.seed + seed for seed in round_.seeds]
+        study = self.question.study(name, arms, seeds, round_.steps(full), self.folder)
         write_study(study, folder)
         return study
 
