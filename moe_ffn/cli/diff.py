@@ -19,6 +19,7 @@ from rich.table import Table
 
 from moe_ffn.cli.parser import Parser, json_file, whole, write_json
 from moe_ffn.config.errors import command
+from moe_ffn.config.numbers import counted
 from moe_ffn.ffn.base import short_name
 from moe_ffn.interop.diff import DTYPES, ModelDifference, diff, two_digits
 from moe_ffn.report.tables import plain_table
@@ -90,8 +91,8 @@ def print_difference(console: Console, difference: ModelDifference) -> None:
         console.print(f"Note: {note}.", markup=False)
     num_windows = difference.num_tokens // difference.window
     console.print(
-        f"\nA {difference.a}\nB {difference.b}\n{difference.num_tokens:,} tokens of text in {num_windows:,} "
-        f"window{'s' * (num_windows > 1)} of {difference.window}",
+        f"\nA {difference.a}\nB {difference.b}\n{difference.num_tokens:,} tokens of text in "
+        f"{counted(num_windows, 'window')} of {difference.window}",
         markup=False,
         soft_wrap=True,
     )

@@ -36,7 +36,7 @@ from rich.text import Text
 from moe_ffn.cli.command_line import overrides_of
 from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.errors import ConfigError, command, did_you_mean, explaining, printable, show
-from moe_ffn.config.numbers import si_format
+from moe_ffn.config.numbers import counted, si_format
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.files import write_atomically
@@ -180,7 +180,8 @@ def print_plan(sweep: Sweep) -> None:
     total = sum(job.flops for job in sweep.jobs)
     num_done = len(sweep.jobs_in("finished"))
     console.print(
-        f"{len(sweep.jobs)} runs, {num_done} of them done; {si_format(total)} FLOPs of training in all"
+        f"{counted(len(sweep.jobs), 'run')}, {num_done} of them done; {si_format(total)} FLOPs of training "
+        "in all"
     )
 
 
@@ -243,7 +244,7 @@ def train_sweep(sweep: Sweep) -> int:
     """Train the unfinished runs; return the exit code."""
     folder = sweep.jobs[0].run.folder.parent
     num_done = len(sweep.jobs_in("finished"))
-    print(f"{len(sweep.jobs)} runs in {folder}/, {num_done} of them done", flush=True)
+    print(f"{counted(len(sweep.jobs), 'run')} in {folder}/, {num_done} of them done", flush=True)
     try:
         sweep.run(partial(print, flush=True))
     except BaseException:

@@ -61,7 +61,8 @@ def _parser() -> Parser:
     name = command("which")
     parser = Parser(
         prog=name,
-        usage=f"{name} --data PATH ... --minutes M [--name NAME] [--jobs N] [--seed N]\n       {name} --resume FOLDER",
+        usage=f"{name} --data PATH ... --minutes M [--name NAME] [--jobs N] [--seed N]\n"
+        f"       {name} --resume FOLDER",
         description=__doc__,
     )
     parser.add("--data PATH", "text files, folders or globs", nargs="+")

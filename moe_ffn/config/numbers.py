@@ -33,6 +33,11 @@ def compact(count: Any, unit: str = "") -> str:
     return f"{size:.0f} {unit}".strip()
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `1 run`, or `1,200 runs`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def si_format(number: float) -> str:
     """Format with three digits and an SI prefix: `1.25M`."""
     prefixes = iter("kMGTPE")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.config.numbers import NONE, finite, number
+from moe_ffn.config.numbers import NONE, counted, finite, number
 from moe_ffn.config.sizes import TRAINING_FLOPS
 from moe_ffn.ffn.base import short_name
 from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
@@ -146,7 +146,7 @@ def hardware(run: Run) -> tuple[str, str]:
     """Return (`2 CPU cores`, processor), or (GPU, `2 CPU cores, processor`); dashes for unknown values."""
     facts = run.facts.hardware
     processor, cores, gpu = (facts.get(key) for key in ("processor", "num_cpus", "gpu"))
-    count = f"{cores} CPU core{'' if cores == 1 else 's'}" if cores else NONE
+    count = counted(cores, "CPU core") if cores else NONE
     if gpu:
         return str(gpu), f"{count}, {processor or NONE}"
     return count, str(processor or NONE)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.config.errors import ConfigError, escaped
+from moe_ffn.config.numbers import counted
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo, layer_number
@@ -312,7 +313,7 @@ def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
         return Layer(name, names, capacity)
     max_pairs = info.capacity.expert_capacity(routing, training=False)
     if max_pairs is not None:
-        capacity = f"at most {int(max_pairs)} pair{'' if max_pairs == 1 else 's'} per expert"
+        capacity = f"at most {counted(int(max_pairs), 'pair')} per expert"
         if info.capacity.eval_factor is not None:
             capacity = f"factor {info.capacity.eval_factor}, {capacity}"
     shared_expert = None if info.shared_expert is None else info.shared_expert.type

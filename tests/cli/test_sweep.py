@@ -387,7 +387,7 @@ def test_only_trains_the_named_run_and_prints_its_steps(
     logged = ("--logging.every_n_steps", "7", "--dry-run")
     code, out, _ = program("--config", "gating.yaml", "--only=moe-seed1", *logged)
     assert code == 0
-    assert "1 runs, 1 of them done" in out, "what is logged makes no other run"
+    assert "1 run, 1 of them done" in out, "what is logged makes no other run"
 
     code, _, err = program("--config", "gating.yaml", "--only", "moe-sed1")
     assert code == 2

@@ -91,6 +91,16 @@ def test_the_best_of_each_kind_stay() -> None:
     assert survivors(found, ROUNDS[2]) == ["swiglu", "moe_64_top4"]
 
 
+def test_seeds_of_a_search_count_from_the_given_one(tmp_path: Path) -> None:
+    search = which.Search(question(seed=10), tmp_path, print)
+    rounds = [
+        search._study(index, ["gelu", "moe_8_top2"], STEP_SECONDS, spent=0.0)
+        for index in range(len(ROUNDS))
+    ]
+    assert [study.seeds for study in rounds] == [[10, 11], [10, 11], [12, 13, 14, 15, 16]]
+    assert {run.config.seed for run in rounds[2].planned_runs()} == {12, 13, 14, 15, 16}
+
+
 def ended_at(step: int, result: RunResult) -> RunResult:
     """A run, known as far as a step; the schedule of its rate is still the long one."""
     count = result.validation.steps.index(step) + 1
@@ -226,6 +236,10 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
             r"^--data: 'rows.jsonl' holds records, .* names; write their text into a .txt file$",
         ),
         (["--data", "text", "--minutes", "0"], r"--minutes: must be a whole number from 1 to"),
+        (
+            ["--data", "text", "--minutes", "5", "--seed", "-1"],
+            r"--seed: must be a whole number from 0 ",
+        ),
         (["--data", "text", "--minutes", "5", "--name", "a/b"], r"--name: "),
         (
             ["--data", "text", "--minutes", "5", "--name", "old"],
@@ -270,10 +284,22 @@ def test_the_width_suits_the_text_and_the_time(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         which, "_timed", lambda data, width, arms: dict.fromkeys(arms, width / 1000)
     )
-    chosen = Question.measured(["text"], 60, 2, print)
+    chosen = Question.measured(["text"], 60, 2, print, seed=10)
     # Some 3,700 steps read 7.6 M tokens, enough for 1.0 M active parameters; width 192 has 2.1 M.
     assert chosen.width == 128
     assert chosen.max_steps == 4 * 10_000_000 // 2048
+    assert chosen.seed == 10
+
+
+def test_flags_become_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(Question, "measured", lambda *args: given.extend(args) or question())
+    monkeypatch.setattr(which.Search, "run", lambda self: None)
+    monkeypatch.setattr("moe_ffn.cli.which.show", lambda answer: None)
+    (tmp_path / "text").write_text("one")
+    assert main(["--data", "text", "--minutes", "5", "--jobs", "1", "--seed", "3"]) == 0
+    assert given[:3] == [["text"], 5, 1]
+    assert given[-1] == 3
 
 
 @pytest.mark.slow

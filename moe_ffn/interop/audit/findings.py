@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from moe_ffn import notebook_cards
+from moe_ffn.config.numbers import counted
 
 Verdict = Literal["pass", "warn", "fail", "skip"]
 
@@ -116,13 +117,13 @@ class AuditReport:
         rows = self.rows()
         counts = Counter(row.verdict for row in rows)
         if not counts["fail"] and not counts["warn"]:
-            return f"No problem found: {_counted(counts['pass'], 'check')} passed."
+            return f"No problem found: {counted(counts['pass'], 'check')} passed."
         problems: list[str] = []
         for verdict, noun in (("fail", "failure"), ("warn", "warning")):
             if counts[verdict]:
                 checks = dict.fromkeys(row.check for row in rows if row.verdict == verdict)
-                problems.append(f"{_counted(counts[verdict], noun)} ({', '.join(checks)})")
-        return f"{' and '.join(problems)}; {_counted(counts['pass'], 'check')} passed."
+                problems.append(f"{counted(counts[verdict], noun)} ({', '.join(checks)})")
+        return f"{' and '.join(problems)}; {counted(counts['pass'], 'check')} passed."
 
     def rows(self) -> list[Finding]:
         """Return the findings with equal ones of several layers merged, failures first."""
@@ -180,7 +181,3 @@ def places(found: Iterable[object]) -> str:
     names = list(dict.fromkeys(map(str, found)))
     rest = len(names) - MAX_PLACES
     return ", ".join(names[:MAX_PLACES]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.config.numbers import NONE, compact, finite
+from moe_ffn.config.numbers import NONE, compact, counted, finite
 from moe_ffn.config.sizes import TRAINING_FLOPS
 from moe_ffn.report.studies.arm_figures import LOSS_AXIS, SizedLine, over_sizes
 from moe_ffn.report.studies.markdown import markdown_table, with_interval
@@ -132,7 +132,7 @@ def labels_of(arms: Sequence[Arm]) -> dict[float, str]:
     """Return the number of experts at each ratio of total to active parameters."""
     runs = [arm.results[0] for arm in arms]
     numbers = {size_of(run, "expansion"): run.option("model.ffn.num_experts") for run in runs}
-    return {x: f"{n} expert{'s' * (n > 1)}" for x, n in numbers.items() if n is not None}
+    return {x: counted(n, "expert") for x, n in numbers.items() if n is not None}
 
 
 def curve_of(run: RunResult) -> CurvePoints:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.config.numbers import NONE, compact, number
+from moe_ffn.config.numbers import NONE, compact, counted, number
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.files import read_object
 from moe_ffn.report.html import render
@@ -163,7 +163,7 @@ def _in_words(arm: str, run: RunResult) -> str:
     name, *grid = arm.split(",")
     num_experts = run.option("model.ffn.num_experts")
     if name == f"e{num_experts}":
-        name = f"{num_experts} expert{'s' * (num_experts > 1)}"
+        name = counted(num_experts, "expert")
     options = (option.partition("=") for option in grid)
     return ", ".join([name, *(_WORDS.get(k, f"{k}={{}}").format(value) for k, _, value in options)])
 

@@ -20,7 +20,7 @@ from moe_ffn.config.environment import (
 )
 from moe_ffn.config.errors import printable
 from moe_ffn.config.import_path import explaining_custom_errors
-from moe_ffn.config.numbers import compact
+from moe_ffn.config.numbers import compact, counted
 from moe_ffn.config.option_tree import merge
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.runs.budget import Budget
@@ -79,7 +79,7 @@ def describe_run(config: TrainConfig, resume: Resume | None = None) -> str:
     model, trainer = config.model, config.trainer
     cost = Budget.of(config).model
     blocks = " and ".join(dict.fromkeys(ffn.describe() for ffn in model.layer_ffns()))
-    layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)} with {blocks}"
+    layers = f"{counted(model.num_layers, 'layer')} with {blocks}"
     active = compact(cost.active_params)
     used = f" ({active} used by a token)" if cost.active_params != cost.params else ""
     default = TrainConfig()
@@ -87,6 +87,6 @@ def describe_run(config: TrainConfig, resume: Resume | None = None) -> str:
     time = DEFAULT_TIME if is_default and resume is None else "the first steps show the time left"
     verb = "training" if resume is None else f"resuming {resume.folder}"
     return printable(
-        f"{verb}: {layers}; {compact(cost.params)} parameters{used}; {trainer.max_steps:,} steps of "
+        f"{verb}: {layers}; {compact(cost.params)} parameters{used}; {counted(trainer.max_steps, 'step')} of "
         f"{config.tokens_per_step:,} tokens (corpus {config.data.corpus.type}); {time}"
     )
