@@ -302,7 +302,7 @@ def draw_differences(drawing: Drawing, left: float) -> None:
         drawing.text((left + 164, y + 4), f"{mean:+.3f}", "end", "small")
         drawing.line([(at(low), y), (at(high), y)], colour, 2)
         drawing.dot((at(mean), y), colour)
-    note = "study ladder: equal FLOPs, 53 M tokens, 2 seeds, 95 % bars"
+    note = "ladder: equal FLOPs, 53 M tokens, 2 seeds, pooled 95 % bars"
     drawing.text((left, 246), note, kind="small")
 
 
