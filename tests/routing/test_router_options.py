@@ -164,7 +164,10 @@ def test_the_network_before_the_projection_is_its_formula(depth: int) -> None:
 
     torch.testing.assert_close(router(x_TD, TokenContext()).logits_TE, expected, rtol=0, atol=1e-12)
     assert config.num_params(8, E) == sum(p.numel() for p in router.parameters())
-    assert config.flops_per_token(8, E) == 2 * (8 * 5 + depth * 25 + 5 * E)
+    flops = config.flops_per_token(8, E)
+    assert flops == 2 * (8 * 5 + depth * 25 + 5 * E)
+    noisy = RouterConfig.model_validate({**options, "type": "noisy_top_k"})
+    assert noisy.flops_per_token(8, E) == flops + 2 * 8 * E  # the noise reads the token itself
     with pytest.raises(ConfigError, match="has no row for each expert"):
         router.expert_rows()
     lower = router.bfloat16()
