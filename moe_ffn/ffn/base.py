@@ -90,7 +90,8 @@ class ExpertStack:
         return self.params_of(self.num_experts, d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        return self.params_of(self.experts_per_token, d_model)
+        # Several heads of `product_key` may choose the same expert.
+        return self.params_of(min(self.experts_per_token, self.num_experts), d_model)
 
     def flops_per_token(
         self, d_model: int, pairs_per_token: float, rows_per_token: float = 1
