@@ -148,7 +148,7 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     def other_ranking(self) -> str | None:
         if self.select_by == "logit":
             return "select_by (logit)"
-        return next((option for option in ("groups", "num_always") if getattr(self, option)), None)
+        return None if self.groups is None else "groups"
 
     def experts_per_token(self, num_experts: int) -> float:
         return self.k + self.num_always
@@ -248,7 +248,14 @@ class BaseTopKRouter(LinearRouter):
         """Select experts, weigh them, and build the Routing."""
         expert_ids_TK = self.select(scores_TE, context, logits_TE)
         weights_TK = self.weigh(scores_TE, expert_ids_TK, logits_TE)
-        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+        return routing_of_pairs(
+            weights_TK,
+            expert_ids_TK,
+            logits_TE,
+            scores_TE,
+            context,
+            num_always=self.config.num_always,
+        )
 
     def select(self, scores_TE: Tensor, context: TokenContext, logits_TE: Tensor) -> Tensor:
         """Return the experts of each token, int64 (T, K): `context.expert_ids`, or the best ones in order."""

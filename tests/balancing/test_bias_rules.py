@@ -255,8 +255,8 @@ def test_scores_beyond_the_range_move_the_bias_further_at_each_step() -> None:
         ({"score": "sqrt_softplus"}, "has score (sqrt_softplus)"),
         ({"select_by": "logit"}, "has select_by (logit)"),
         ({"groups": {"num_groups": 4, "keep": 2}}, "has groups"),
-        ({"num_always": 1}, "has num_always"),
-        ({"num_always": 1, "correction_bias": False}, None),
+        ({"groups": {"num_groups": 4, "keep": 2}, "correction_bias": False}, None),
+        ({"num_always": 1}, None),
         (
             {"type": "elastic_top_k", "correction_bias": True},
             "has a k that is drawn (k_min, k_max)",
