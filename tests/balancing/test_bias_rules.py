@@ -271,6 +271,15 @@ def test_the_global_quantile_needs_the_k_largest_biased_scores(
     assert got is None if reason is None else f"router of layer 0 {reason}; remove it" in str(got)
 
 
+def test_the_quantile_rule_needs_experts_ranked_by_score() -> None:
+    for options, reason in (({}, None), ({"select_by": "logit"}, "has select_by (logit)")):
+        router = RouterConfig.model_validate({"type": "sigmoid_top_k", **options})
+        got = QuantileRuleConfig().unsupported_reason([("0", router, 8)])
+        assert (
+            got is None if reason is None else f"router of layer 0 {reason}; remove it" in str(got)
+        )
+
+
 # ------------------------------------------------------------------------------- all rules
 
 
