@@ -395,12 +395,12 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
     """Return `x` (..., d_model), already checked, as (T, d_model) without padding, and its context."""
     context = context or TokenContext()
     leading_shape = x.shape[:-1]
-    x = without_padding(x, context)
+    x, ids = without_padding(x, context), context.expert_ids
     length = context.sequence_length or (leading_shape[-1] if leading_shape else 1)
     flat = TokenContext(
         mask=None if context.mask is None else context.mask.reshape(-1),
         token_ids=None if context.token_ids is None else context.token_ids.reshape(-1),
-        expert_ids=None if context.expert_ids is None else context.expert_ids.flatten(0, -2),
+        expert_ids=None if ids is None else ids.reshape(-1, ids.shape[-1]),
         sequence_length=max(length, 1),
     )
     return x.reshape(-1, x.shape[-1]), flat
