@@ -232,11 +232,16 @@ class PartChecks:
         if not any(grad is not None and grad.abs().max() > minimum for grad in grads):
             raise self.error(f"{name} has no gradient with respect to {inputs_name}; {advice}")
 
-    def require_routing(self, routing: Any, num_experts: int | None = None) -> Routing:
-        """Return `routing` if it is a Routing with correct shapes and ids; otherwise raise."""
+    def require_routing(
+        self, routing: Any, num_experts: int | None = None, *, is_inner: bool = False
+    ) -> Routing:
+        """Return `routing` if it is a Routing with correct shapes and ids; otherwise raise. A routing inside
+        a mixture of depths has only some tokens of each sequence.
+        """
         hint = "; `moe_ffn.routing_of_pairs` makes one"
         routing = self.require(routing, Routing, "forward", hint)
-        num_tokens, num_experts = _BATCH * self.length, num_experts or routing.num_experts
+        length = routing.sequence_length if is_inner else self.length
+        num_tokens, num_experts = _BATCH * length, num_experts or routing.num_experts
         N, TE = (len(routing.expert_ids_N),), (num_tokens, num_experts)
         shapes = {
             "token_indices_N": N,
@@ -274,7 +279,7 @@ class PartChecks:
         sizes = {
             "num_tokens": num_tokens,
             "num_experts": num_experts,
-            "sequence_length": self.length,
+            "sequence_length": length,
         }
         for name, expected in sizes.items():
             if (value := getattr(routing, name)) != expected:
@@ -408,8 +413,8 @@ class PartChecks:
                     f"routings is {describe_value(output.routings)}, but must be a dict, as in "
                     "FFNOutput(hidden, {'routing': routing})"
                 )
-            for routing in output.routings.values():
-                self.require_routing(routing)
+            for name, routing in output.routings.items():
+                self.require_routing(routing, is_inner=name.startswith("inner"))
 
         def hidden(x: Tensor, ids: Tensor) -> Tensor:
             return block(x, TokenContext(token_ids=ids)).hidden

@@ -39,6 +39,12 @@ def test_every_block_of_the_package_passes_and_is_rejected_in_a_causal_model_whe
                 check_ffn(part, D_MODEL, seq_len=32)
 
 
+@pytest.mark.parametrize("inner", ["moe", "chain_of_experts"])
+def test_a_sparse_block_that_gets_only_some_tokens_passes(inner: str) -> None:
+    depths = {"type": "mixture_of_depths", "router": {"type": "relu", "k": 0.5}, "ffn": inner}
+    check_ffn({"type": "biased", "ffn": depths}, D_MODEL, seq_len=32)
+
+
 ONE_OF_EACH = {options["type"]: options for options in reversed(ROUTERS.values())}
 
 

@@ -93,6 +93,11 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
     """Weight of the old bias in the moving average, at each optimizer step."""
 
     def _conflict(self, layer: str, router: Any) -> str | None:
+        if getattr(router, "select_by", "score") == "logit":
+            return (
+                "assumes that a token chooses its k largest scores + bias, but the router of layer "
+                f"{layer} has select_by (logit); remove it, or use bias_rule.type 'sign'"
+            )
         if not router.draws_k:
             return None
         return (

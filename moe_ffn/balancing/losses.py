@@ -78,6 +78,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     """
     if isinstance(routing, PairsOnlyRouting):
         return load_balance_from_pairs(routing)
+    routing = routing.choices()
     scores_E = sum_of_scores(routing, "load_balance")
     return load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
 
@@ -101,6 +102,7 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
             f"load_balance_pooled needs equally many experts in every layer, got {sizes}; "
             "use load_balance"
         )
+    layers = [routing.choices() for routing in layers]
     load_LE = torch.stack([pairs_per_expert(routing) for routing in layers])
     scores_LE = torch.stack([sum_of_scores(routing, "load_balance_pooled") for routing in layers])
     num_tokens = sum(routing.num_real_tokens for routing in layers)
@@ -115,7 +117,7 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
     """
     if isinstance(routing, PairsOnlyRouting):
         return load_balance_from_pairs(routing, by_sequence=True)
-    length = max(routing.sequence_length, 1)
+    routing, length = routing.choices(), max(routing.sequence_length, 1)
     pairs_BE = pairs_per_sequence(routing)
     real_TE = real_only(normalized_scores(routing, "load_balance_sequence"), routing)
     scores_BE = reduce(real_TE, "(b s) e -> b e", "sum", s=length)
@@ -138,7 +140,8 @@ def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Te
         pairs_E: `pairs_per_expert`, summed over the batches and ranks of the step.
         num_tokens: number of real tokens, summed over the batches and ranks of the step.
     """
-    return load_times_scores(pairs_E, sum_of_scores(routing, "load_balance_global"), num_tokens)
+    scores_E = sum_of_scores(routing.choices(), "load_balance_global")
+    return load_times_scores(pairs_E[: len(scores_E)], scores_E, num_tokens)
 
 
 @takes_routing
@@ -150,6 +153,7 @@ def importance_cv2_loss(routing: Routing) -> Tensor:
     if isinstance(routing, PairsOnlyRouting):
         mean, variance = importance_from_pairs(routing)
         return variance / mean.square().clamp(min=torch.finfo(mean.dtype).tiny)
+    routing = routing.choices()
     weights_N = torch.where(routing.active_N, routing.weights_N, 0)
     importance_E = weights_N.new_zeros(routing.num_experts)
     return cv_squared(importance_E.index_add(0, routing.expert_ids_N, weights_N))

@@ -90,7 +90,8 @@ class ExpertStack:
         return self.params_of(self.num_experts, d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        return self.params_of(self.experts_per_token, d_model)
+        # Several heads of `product_key` may choose the same expert.
+        return self.params_of(min(self.experts_per_token, self.num_experts), d_model)
 
     def flops_per_token(
         self, d_model: int, pairs_per_token: float, rows_per_token: float = 1
@@ -394,12 +395,12 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
     """Return `x` (..., d_model), already checked, as (T, d_model) without padding, and its context."""
     context = context or TokenContext()
     leading_shape = x.shape[:-1]
-    x = without_padding(x, context)
+    x, ids = without_padding(x, context), context.expert_ids
     length = context.sequence_length or (leading_shape[-1] if leading_shape else 1)
     flat = TokenContext(
         mask=None if context.mask is None else context.mask.reshape(-1),
         token_ids=None if context.token_ids is None else context.token_ids.reshape(-1),
-        expert_ids=None if context.expert_ids is None else context.expert_ids.flatten(0, -2),
+        expert_ids=None if ids is None else ids.reshape(-1, ids.shape[-1]),
         sequence_length=max(length, 1),
     )
     return x.reshape(-1, x.shape[-1]), flat

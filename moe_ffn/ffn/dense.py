@@ -170,7 +170,7 @@ class IdentityFFN(FFNBlock):
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
         # A constant zero would give the preceding norm no gradient, and DDP would hang.
-        return FFNOutput(x * 0)
+        return FFNOutput(without_padding(x, context) * 0)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.sums import (
-    load_times_scores,
     normalized_scores,
     pairs_per_expert,
     pairs_per_sequence,
@@ -41,7 +40,7 @@ class LayerBatch:
 
     @cached_property
     def pairs_BE(self) -> Tensor:
-        return pairs_per_sequence(self.routing)
+        return pairs_per_sequence(self.routing.choices())
 
     @cached_property
     def scores_TE(self) -> Tensor:
@@ -107,7 +106,13 @@ def counted(
 
 PAIRS = counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
 DROPPED = counted("num_dropped", lambda b: (b.routing.dropped_N & b.routing.active_N).sum())
-NUM_PAIRS = counted("num_pairs", lambda b: b.routing.active_N.sum())
+NUM_PAIRS = counted("num_pairs", lambda b: b.routing.choices().active_N.sum())
+NUM_ALWAYS = Statistic(
+    "num_always",
+    lambda b: torch.tensor(b.routing.num_always, device=b.routing.dropped_N.device),
+    dtype=torch.int64,
+    reduce="max",
+)
 TOKENS = counted("num_tokens", lambda b: b.num_tokens)
 SEQUENCES = counted("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
 CHOSEN_TOGETHER = counted("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
@@ -131,19 +136,24 @@ def load_from_counts(pairs_E: Tensor) -> Tensor:
     return pairs_E / pairs_E.sum().clamp(min=1)
 
 
+def load_of_choices(pairs_E: Tensor, num_always: Tensor) -> Tensor:
+    """Return the load without the experts that process every token, which are the last ones."""
+    return load_from_counts(pairs_E[: len(pairs_E) - int(num_always)])
+
+
 def total_capacity(batch: LayerBatch) -> Tensor:
     """Return the maximum number of pairs of all experts together; 0 without a capacity."""
     if batch.expert_capacity is None:
         return torch.zeros_like(batch.num_tokens)
-    return batch.expert_capacity * batch.routing.num_experts
+    return batch.expert_capacity * batch.routing.choices().num_experts
 
 
 TOTAL_CAPACITY = counted("total_capacity", total_capacity)
 
 
-def capacity_used(pairs_E: Tensor, num_dropped: Tensor, total_capacity: Tensor) -> Tensor:
+def capacity_used(num_pairs: Tensor, num_dropped: Tensor, total_capacity: Tensor) -> Tensor:
     """Return the computed pairs as a share of the total capacity; nan without a capacity."""
-    used = (pairs_E.sum() - num_dropped) / total_capacity
+    used = (num_pairs - num_dropped) / total_capacity
     return used.where(total_capacity > 0, torch.nan)
 
 
@@ -156,12 +166,6 @@ def entropy_of_mean(scores_E: Tensor) -> Tensor:
 def shared_share_times_tokens(batch: LayerBatch) -> Tensor:
     """Return the shared expert's share of the output norm, times the number of tokens; nan without one."""
     return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
-
-
-def load_balance_times_tokens(batch: LayerBatch) -> Tensor:
-    """Return the Switch load-balancing loss of a batch times its number of tokens."""
-    pairs_E, scores_E = batch.pairs_BE.sum(dim=0), batch.scores_TE.sum(dim=0)
-    return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens
 
 
 def row_rank_violation(row: RowEnd) -> Tensor | None:

@@ -31,6 +31,7 @@ from moe_ffn.metrics.functional import (
 from moe_ffn.metrics.measures import (
     CHOSEN_TOGETHER,
     DROPPED,
+    NUM_ALWAYS,
     NUM_PAIRS,
     PAIRS,
     SEQUENCES,
@@ -43,8 +44,8 @@ from moe_ffn.metrics.measures import (
     capacity_used,
     counted,
     entropy_of_mean,
-    load_balance_times_tokens,
     load_from_counts,
+    load_of_choices,
     per_token,
     row_rank_violation,
     shared_share_times_tokens,
@@ -157,7 +158,9 @@ LAYER_METRICS = _table(
         healthy_range=(0, 1),
         source="[2024](https://arxiv.org/abs/2408.15664)",
         measured="every batch",
-        measure=Measure(lambda pairs_E: max_violation(load_from_counts(pairs_E)), (PAIRS,)),
+        measure=Measure(
+            lambda *counts: max_violation(load_of_choices(*counts)), (PAIRS, NUM_ALWAYS)
+        ),
         label="MaxVio",
     ),
     Metric(
@@ -168,7 +171,7 @@ LAYER_METRICS = _table(
         formula="standard deviation of the experts' loads over their mean",
         healthy="near 0; at most sqrt(E / k - 1)",
         measured="every batch",
-        measure=Measure(lambda pairs_E: load_cv(load_from_counts(pairs_E)), (PAIRS,)),
+        measure=Measure(lambda *counts: load_cv(load_of_choices(*counts)), (PAIRS, NUM_ALWAYS)),
     ),
     Metric(
         key="dropped_fraction",
@@ -276,8 +279,7 @@ LAYER_METRICS = _table(
         healthy="near 1 / capacity factor",
         requires="a capacity",
         measured="every batch",
-        measure=Measure(capacity_used, (PAIRS, DROPPED, TOTAL_CAPACITY)),
-        pairs_only_measure=Measure(capacity_used, (NUM_PAIRS, DROPPED, TOTAL_CAPACITY)),
+        **_for_both(Measure(capacity_used, (NUM_PAIRS, DROPPED, TOTAL_CAPACITY))),
     ),
     Metric(
         key="experts_per_token",
@@ -357,8 +359,7 @@ LAYER_METRICS = _table(
         unit="dimensionless",
         formula="Switch loss of the layer before its weight, computed for each batch and rank",
         healthy="1",
-        measure=averaged("load_balance", load_balance_times_tokens),
-        pairs_only_measure=per_token("load_balance", load_balancing_loss),
+        **_for_both(per_token("load_balance", load_balancing_loss)),
     ),
     Metric(
         key="router_z",

@@ -106,7 +106,8 @@ def capacity_of(routing: Routing, factor: float) -> Tensor:
     """
     capacity_k = routing.capacity_k if isinstance(routing, VariableKRouting) else None
     if capacity_k is None:
-        return ceil_of_share(routing.active_N.sum(), share_of(factor, parts=routing.num_experts))
+        num_limited = routing.num_experts - routing.num_always
+        return ceil_of_share(_limited(routing).sum(), share_of(factor, parts=num_limited))
     share = share_of(factor, capacity_k, parts=routing.num_experts)
     return ceil_of_share(routing.num_real_tokens, share)
 
@@ -121,8 +122,9 @@ def drop_over_capacity(
     if factor is None:
         return routing
     place_N = place_in_queue(routing, priority(routing))
-    dropped_N = routing.active_N & (place_N >= capacity_of(routing, factor))
-    limited = replace(routing, dropped_N=dropped_N)
+    limited = replace(
+        routing, dropped_N=_limited(routing) & (place_N >= capacity_of(routing, factor))
+    )
     return renormalize_survivors(limited) if renormalize else limited
 
 
@@ -137,8 +139,13 @@ def drop_over_sequence_capacity(
         routing, expert_ids_N=queues_N, num_experts=routing.num_experts * num_sequences
     )
     place_N = place_in_queue(by_queue, priority(routing))
-    limited = replace(routing, dropped_N=routing.active_N & (place_N >= count))
+    limited = replace(routing, dropped_N=_limited(routing) & (place_N >= count))
     return renormalize_survivors(limited) if renormalize else limited
+
+
+def _limited(routing: Routing) -> Tensor:
+    """Return bool (N,), True for real pairs whose expert has a capacity."""
+    return routing.active_N & (routing.expert_ids_N < routing.num_experts - routing.num_always)
 
 
 def _num_sequences(routing: Routing) -> int:

@@ -103,4 +103,5 @@ class ElasticTopKRouter(BaseTopKRouter):
             context,
             kind=VariableKRouting,
             selected_N=chosen_TK.flatten(),
+            num_always=self.config.num_always,
         )

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.sizes import linear_params
+from moe_ffn.config.sizes import linear_flops, linear_params
 from moe_ffn.outputs import NoisyRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
@@ -52,8 +52,8 @@ class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
         return super().num_params(d_model, num_experts) + noise
 
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
-        # Logits, and the scale of the noise.
-        return 2 * super().flops_per_token(d_model, num_experts)
+        noise = linear_flops(d_model, num_experts)
+        return super().flops_per_token(d_model, num_experts) + noise
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return NoisyTopKRouter(self, d_model, num_experts)

@@ -5,6 +5,7 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -50,9 +51,14 @@ class SinkhornRouter(LinearRouter):
 
     config: SinkhornRouterConfig
 
+    def __init__(self, config: SinkhornRouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        # Not in `forward`: `with_k` gives a trained router another k.
+        self.score = torch.sigmoid if config.k == 1 else partial(torch.softmax, dim=-1)
+
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         config, logits_TE = self.config, self.logits(x_TD)
-        scores_TE = logits_TE.sigmoid() if config.k == 1 else logits_TE.softmax(dim=-1)
+        scores_TE = self.score(logits_TE)
         ranking_TE = scores_TE.detach()
         if self.training:
             rankable_T = rankable_tokens(logits_TE, context.mask)

@@ -148,7 +148,7 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     def other_ranking(self) -> str | None:
         if self.select_by == "logit":
             return "select_by (logit)"
-        return next((option for option in ("groups", "num_always") if getattr(self, option)), None)
+        return None if self.groups is None else "groups"
 
     def experts_per_token(self, num_experts: int) -> float:
         return self.k + self.num_always
@@ -248,7 +248,14 @@ class BaseTopKRouter(LinearRouter):
         """Select experts, weigh them, and build the Routing."""
         expert_ids_TK = self.select(scores_TE, context, logits_TE)
         weights_TK = self.weigh(scores_TE, expert_ids_TK, logits_TE)
-        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+        return routing_of_pairs(
+            weights_TK,
+            expert_ids_TK,
+            logits_TE,
+            scores_TE,
+            context,
+            num_always=self.config.num_always,
+        )
 
     def select(self, scores_TE: Tensor, context: TokenContext, logits_TE: Tensor) -> Tensor:
         """Return the experts of each token, int64 (T, K): `context.expert_ids`, or the best ones in order."""
@@ -287,15 +294,10 @@ class BaseTopKRouter(LinearRouter):
                 )
             norm_T1 = norm_T1 + config.renormalize_eps if config.renormalize_eps else norm_T1
             weights_TK = weights_TK / norm_T1.clamp(min=torch.finfo(weights_TK.dtype).tiny)
-        return self.scaled(weights_TK, expert_ids_TK)
-
-    def scaled(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
-        """Multiply the weights by the configured scale and the learned scale."""
         if self.weight_scale is not None:
             scale = self.weight_scale.to(weights_TK.dtype)
             weights_TK = weights_TK * (scale[expert_ids_TK] if len(scale) > 1 else scale)
-        scale = self.config.scale
-        return weights_TK if scale == 1 else weights_TK * scale
+        return weights_TK if config.scale == 1 else weights_TK * config.scale
 
 
 class TopKRouter(BaseTopKRouter):
@@ -308,7 +310,7 @@ class TopKRouter(BaseTopKRouter):
     def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
         if self.config.softmax == "before":
             return super().weigh(scores_TE, expert_ids_TK, logits_TE)
-        return self.scaled(logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1), expert_ids_TK)
+        return self.normalized(logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1), expert_ids_TK)
 
 
 class SigmoidTopKRouter(BaseTopKRouter):

@@ -338,7 +338,8 @@ class BalanceUpdater(nn.Module):
         for name, routing in routings.items():
             router = routers.get(name)
             if router is not None and (bias_E := router.correction_bias_E) is not None:
-                observed_E = self.rule.observe(routing, bias_E)
+                choices = routing.choices()
+                observed_E = self.rule.observe(choices, bias_E[: choices.num_experts])
                 self._bias_sums[name] = observed_E + self._bias_sums.get(name, 0)
             if router is not None and (observed := router.observe(routing)) is not None:
                 self._router_sums[name] = observed + self._router_sums.get(name, 0)
@@ -353,6 +354,7 @@ class BalanceUpdater(nn.Module):
         for name, observed_E in self._bias_sums.items():
             bias_E = routers[name].correction_bias_E
             assert bias_E is not None
+            bias_E = bias_E[: len(observed_E)]  # experts that process every token have no bias
             num_batches = self._num_batches * num_ranks
             bias_E.copy_(self.rule.update(bias_E, reduce(observed_E), num_batches))
         for name, observed in self._router_sums.items():

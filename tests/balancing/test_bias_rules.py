@@ -255,8 +255,8 @@ def test_scores_beyond_the_range_move_the_bias_further_at_each_step() -> None:
         ({"score": "sqrt_softplus"}, "has score (sqrt_softplus)"),
         ({"select_by": "logit"}, "has select_by (logit)"),
         ({"groups": {"num_groups": 4, "keep": 2}}, "has groups"),
-        ({"num_always": 1}, "has num_always"),
-        ({"num_always": 1, "correction_bias": False}, None),
+        ({"groups": {"num_groups": 4, "keep": 2}, "correction_bias": False}, None),
+        ({"num_always": 1}, None),
         (
             {"type": "elastic_top_k", "correction_bias": True},
             "has a k that is drawn (k_min, k_max)",
@@ -269,6 +269,15 @@ def test_the_global_quantile_needs_the_k_largest_biased_scores(
     router = RouterConfig.model_validate({"type": "sigmoid_top_k", **options})
     got = GlobalQuantileRuleConfig().unsupported_reason([("0", router, 8)])
     assert got is None if reason is None else f"router of layer 0 {reason}; remove it" in str(got)
+
+
+def test_the_quantile_rule_needs_experts_ranked_by_score() -> None:
+    for options, reason in (({}, None), ({"select_by": "logit"}, "has select_by (logit)")):
+        router = RouterConfig.model_validate({"type": "sigmoid_top_k", **options})
+        got = QuantileRuleConfig().unsupported_reason([("0", router, 8)])
+        assert (
+            got is None if reason is None else f"router of layer 0 {reason}; remove it" in str(got)
+        )
 
 
 # ------------------------------------------------------------------------------- all rules

@@ -145,6 +145,14 @@ def test_matching_inputs_are_accepted(config: Any) -> None:
         assert block(X.flatten(0, 1), flat).hidden.shape == (12, D_MODEL)
 
 
+def test_experts_are_replayed_for_a_single_vector() -> None:
+    block = build_ffn({"type": "moe", "num_experts": 4}, D_MODEL)
+    context = TokenContext(expert_ids=torch.tensor([3, 1]))
+    routing = block(torch.randn(D_MODEL), context).routing
+    assert routing is not None
+    assert routing.expert_ids_N.tolist() == [3, 1]
+
+
 def test_a_context_may_be_rebuilt_around_anything() -> None:
     # As torch does, which maps its tensors to other things and back.
     context = TokenContext(MASK, IDS, sequence_length=6)

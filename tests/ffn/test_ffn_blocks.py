@@ -348,6 +348,9 @@ def test_identity_adds_nothing() -> None:
     ffn = build("identity")
     x = tokens(2, 3, 8)
     assert ffn(x).hidden.count_nonzero() == 0
+    mask = torch.arange(3).expand(2, 3) < 2
+    padded = x.masked_fill(~mask.unsqueeze(-1), torch.nan)
+    assert ffn(padded, TokenContext(mask=mask)).hidden.count_nonzero() == 0
     assert not list(ffn.parameters())
 
 

@@ -178,6 +178,12 @@ def test_parameters_and_products_are_those_of_the_built_block(form: str) -> None
     assert counter.get_total_flops() == 12 * options.flops_per_token(D_MODEL, 6)
 
 
+def test_a_token_uses_at_most_all_experts() -> None:
+    options = config("peer", router={"type": "product_key", "k": 4, "num_heads": 8})
+    block = FFNConfig.model_validate(options)
+    assert block.num_active_params(D_MODEL) == block.num_params(D_MODEL)
+
+
 class Sizes(TorchDispatchMode):
     """The largest result of torch whose shape is not one of `allowed`."""
 

@@ -84,7 +84,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
     **{member: {"type": member} for member in FFNConfig.members},
     **{f"moe-{experts}": moe(experts={"type": experts}) for experts in OF_TABLES},
     "depths-relu": {"type": "mixture_of_depths", "router": {"type": "relu", "k": 0.5}},
-    "moe-always": moe(router={"type": "top_k", "num_always": 1}),
+    "moe-always": moe(
+        router={"type": "top_k", "num_always": 1}, capacity={"factor": 1.0, "eval_factor": 1.0}
+    ),
     **SPARSE,
 }
 

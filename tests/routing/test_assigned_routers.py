@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,14 @@ from moe_ffn.routing import (
 )
 from moe_ffn.routing.hash import hash_of
 from moe_ffn.routing.sinkhorn import sinkhorn
-from tests.helpers.every_router import experts_of, load_of, random_logits, real_pairs, route
+from tests.helpers.every_router import (
+    experts_of,
+    identity_router,
+    load_of,
+    random_logits,
+    real_pairs,
+    route,
+)
 
 NUM_TOKENS, NUM_EXPERTS = 24, 4
 
@@ -117,6 +125,15 @@ def test_evaluation_is_plain_top_k(k: int) -> None:
     chosen = experts_of(route(SinkhornRouterConfig(k=k), logits))
     for row, experts in zip(logits.tolist(), chosen, strict=True):
         assert experts == sorted(range(NUM_EXPERTS), key=lambda e: -row[e])[:k]
+
+
+def test_another_k_in_evaluation_keeps_the_scores_of_training() -> None:
+    config, logits = SinkhornRouterConfig(k=1), lopsided_logits()
+    router: Any = identity_router(config, NUM_EXPERTS)
+    router.config = config.with_k(2)  # as `Decoder.set_k`
+    routing = router(logits, TokenContext())
+    expected = logits.topk(2).values.sigmoid().flatten()
+    torch.testing.assert_close(routing.weights_N, expected)
 
 
 def test_uncounted_tokens_stay_unchanged_and_change_no_other_token() -> None:

@@ -41,6 +41,7 @@ logit_scale: {type: top_k, logit_scale: 0.25}
 logit_cap: {type: sigmoid_top_k, logit_cap: 0.7}
 scale_and_cap: {type: top_k, k: 3, logit_scale: 3.0, logit_cap: 2.0}
 euclidean: {type: top_k, renormalize: true, renormalize_p: 2.0}
+euclidean_after: {type: top_k, softmax: after, renormalize: true, renormalize_p: 2.0}
 cubic_eps: {type: sigmoid_top_k, k: 3, renormalize_p: 3.0, renormalize_eps: 0.125, scale: 2.5}
 sqrt_softplus: {type: sigmoid_top_k, score: sqrt_softplus, k: 3}
 by_logit: {type: sigmoid_top_k, select_by: logit, k: 3}
@@ -90,7 +91,7 @@ def expected_pairs(router: Any, row: list[float], token_id: int) -> list[tuple[i
     weights = [scores[e] for e in chosen]
     if c.type == "top_k" and c.softmax == "after":
         weights = [weight / sum(weights) for weight in weights]
-    elif c.renormalize:
+    if c.renormalize:
         norm = sum(weight**c.renormalize_p for weight in weights) ** (1 / c.renormalize_p)
         weights = [weight / (norm + c.renormalize_eps) for weight in weights]
     learned = [1.0] * E
@@ -164,7 +165,10 @@ def test_the_network_before_the_projection_is_its_formula(depth: int) -> None:
 
     torch.testing.assert_close(router(x_TD, TokenContext()).logits_TE, expected, rtol=0, atol=1e-12)
     assert config.num_params(8, E) == sum(p.numel() for p in router.parameters())
-    assert config.flops_per_token(8, E) == 2 * (8 * 5 + depth * 25 + 5 * E)
+    flops = config.flops_per_token(8, E)
+    assert flops == 2 * (8 * 5 + depth * 25 + 5 * E)
+    noisy = RouterConfig.model_validate({**options, "type": "noisy_top_k"})
+    assert noisy.flops_per_token(8, E) == flops + 2 * 8 * E  # the noise reads the token itself
     with pytest.raises(ConfigError, match="has no row for each expert"):
         router.expert_rows()
     lower = router.bfloat16()

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn import Decoder, DecoderConfig
-from moe_ffn.balancing.losses import count_step, importance_cv2_loss, load_balancing_loss
+from moe_ffn import Decoder, DecoderConfig, TokenContext
+from moe_ffn.balancing.losses import (
+    BALANCING_LOSSES,
+    count_step,
+    importance_cv2_loss,
+    load_balancing_loss,
+)
 from moe_ffn.metrics.functional import max_violation
 from moe_ffn.metrics.modular import LoadMetrics
 from moe_ffn.outputs import Routing, SparsityTargetRouting
-from moe_ffn.routing import ReLURouterConfig, SigmoidTopKRouterConfig, TopKRouterConfig
+from moe_ffn.routing import (
+    ReLURouterConfig,
+    RouterConfig,
+    SigmoidTopKRouterConfig,
+    TopKRouterConfig,
+)
 from moe_ffn.routing.base import Router
+from moe_ffn.routing.capacity import CapacityConfig
 from moe_ffn.training.objective import BalanceUpdater, ObjectiveConfig, objective
+from tests.helpers.every_router import identity_router
 
 RATE = 1e-3
 
@@ -163,6 +176,68 @@ def test_the_gradient_of_what_was_observed_is_not_kept(route_logits: Any) -> Non
     totals = count_step([{"a": routing}], alone)
     assert not totals.pairs_E["a"].requires_grad
     assert load_balancing_loss(routing).requires_grad
+
+
+# -- experts that process every token (`num_always`)
+
+CHOSEN: dict[str, Any] = {"k": 2, "renormalize": False}
+
+
+def with_always(num_experts: int, training: bool = False, **options: Any) -> tuple[Routing, Router]:
+    """A routing of 24 tokens, in four sequences, to the first experts of six."""
+    logits_TE = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))[:, :num_experts]
+    config: Any = RouterConfig.model_validate({**CHOSEN, **options})
+    router = identity_router(config, num_experts).train(training)
+    router.begin_step(torch.Generator().manual_seed(0))
+    return router(logits_TE, TokenContext(sequence_length=6)), router
+
+
+@pytest.mark.parametrize("rule", ["sign", "quantile", "global_quantile"])
+def test_a_bias_is_that_of_the_chosen_experts_alone(rule: str) -> None:
+    biases: list[Tensor] = []
+    for num_always in (0, 2):
+        routing, router = with_always(4 + num_always, type="sigmoid_top_k", num_always=num_always)
+        updater = BalanceUpdater(ObjectiveConfig.model_validate({"bias_rule": rule}))
+        updater.observe({"layer_00": routing}, {"layer_00": router})
+        updater.step({"layer_00": router}, alone)
+        assert router.correction_bias_E is not None
+        biases.append(router.correction_bias_E)
+    assert biases[0].count_nonzero() > 0
+    assert biases[1].tolist() == pytest.approx([*biases[0].tolist(), 0, 0])
+
+
+BALANCING = [name for name in BALANCING_LOSSES if name.startswith(("load_balance", "importance"))]
+
+
+@pytest.mark.parametrize("name", BALANCING)
+@pytest.mark.parametrize("router_type", ["sigmoid_top_k", "elastic_top_k"])
+def test_a_balancing_loss_is_that_of_the_chosen_experts_alone(name: str, router_type: str) -> None:
+    values: list[float] = []
+    for num_always in (0, 2):
+        options = {"type": router_type, "num_always": num_always}
+        routing, _ = with_always(4 + num_always, training=True, **options)
+        if router_type == "elastic_top_k":  # its softmax is over all experts
+            scores_TE = routing.require("scores_TE", name)
+            sums_T1 = scores_TE[:, :4].sum(-1, keepdim=True)
+            weights_N = routing.weights_N / sums_T1[routing.token_indices_N, 0]
+            routing = replace(routing, scores_TE=scores_TE / sums_T1, weights_N=weights_N)
+        value = BALANCING_LOSSES[name].value({"layer_00": routing})
+        assert value is not None
+        values.append(value.item())
+    assert values[1] == pytest.approx(values[0])
+
+
+@pytest.mark.parametrize("limit", [{"factor": 1.0, "renormalize": True}, {"per_sequence": 2}])
+def test_a_capacity_is_that_of_the_chosen_experts_alone(limit: dict[str, Any]) -> None:
+    kept: list[list[tuple[int, int]]] = []
+    for num_always in (0, 2):
+        routing, _ = with_always(4 + num_always, type="sigmoid_top_k", num_always=num_always)
+        limited = CapacityConfig.model_validate(limit).apply_to(routing, training=True)
+        pairs_N2 = torch.stack([limited.token_indices_N, limited.expert_ids_N], dim=-1)
+        kept.append([(t, e) for t, e in pairs_N2[limited.computed_N].tolist()])
+    assert len(kept[0]) < 48
+    assert [pair for pair in kept[1] if pair[1] < 4] == kept[0]
+    assert len(kept[1]) == len(kept[0]) + 48
 
 
 # -- rules at work on a tiny task; without one the router stays collapsed
