@@ -145,10 +145,6 @@ class Routing:
     scores_TE: Tensor | None = None
     """float32 (or wider), the normalised scores, non-negative. None if `logits_TE` is None."""
 
-    num_always: int = 0
-    """Number of the last experts that process every token. They have no capacity, and no rule or loss
-    balances them; see `choices`."""
-
     def __repr__(self) -> str:
         """One line of sizes and, if the tensors have values (not on `meta`, not in a trace), of counts."""
         if not isinstance(self.token_indices_N, Tensor) or not isinstance(self.weights_N, Tensor):
@@ -216,25 +212,8 @@ class Routing:
         return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.active_N
 
     def choices(self) -> Self:
-        """Return the routing to the chosen experts, without the experts that process every token."""
-        if not self.num_always:
-            return self
-        num_experts, num_listed = self.num_experts - self.num_always, self.expert_ids_N.shape[0]
-        k = num_listed // max(self.num_tokens, 1)
-        is_always_TK = (self.expert_ids_N >= num_experts).view(-1, max(k, 1))
-        # The sort keeps shapes independent of the data; `num_always` pairs of each token come last.
-        order_TK = is_always_TK.to(torch.uint8).argsort(dim=1, stable=True)[
-            :, : k - self.num_always
-        ]
-        starts_T1 = torch.arange(0, num_listed, max(k, 1), device=order_TK.device).unsqueeze(-1)
-        pairs_N = (starts_T1 + order_TK).flatten()
-        parts = {
-            field.name: value[pairs_N] if field.name.endswith("_N") else value[:, :num_experts]
-            for field in fields(self)
-            if field.name.endswith(("_N", "_TE"))
-            and isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **parts, num_experts=num_experts, num_always=0)
+        """Return the routing to the chosen experts, without experts that process every token."""
+        return self
 
     def require(self, name: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
         """Return `logits_TE` or `scores_TE`; ValueError, naming the loss or metric, if there is none."""
@@ -277,6 +256,34 @@ class VariableKRouting(Routing):
     @property
     def uncomputed_N(self) -> Tensor:
         return self.dropped_N | ~self.active_N
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AlwaysRouting(VariableKRouting):
+    """Routing whose last experts process every token, besides the chosen ones. These have no capacity, and no
+    rule or loss balances them.
+    """
+
+    num_always: int
+    """Number of the last experts that process every token."""
+
+    def choices(self) -> Self:
+        num_experts, num_listed = self.num_experts - self.num_always, self.expert_ids_N.shape[0]
+        k = num_listed // max(self.num_tokens, 1)
+        is_always_TK = (self.expert_ids_N >= num_experts).view(-1, max(k, 1))
+        # The sort keeps shapes independent of the data; `num_always` pairs of each token come last.
+        order_TK = is_always_TK.to(torch.uint8).argsort(dim=1, stable=True)[
+            :, : k - self.num_always
+        ]
+        starts_T1 = torch.arange(0, num_listed, max(k, 1), device=order_TK.device).unsqueeze(-1)
+        pairs_N = (starts_T1 + order_TK).flatten()
+        parts = {
+            field.name: value[pairs_N] if field.name.endswith("_N") else value[:, :num_experts]
+            for field in fields(self)
+            if field.name.endswith(("_N", "_TE"))
+            and isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **parts, num_experts=num_experts, num_always=0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -395,6 +402,7 @@ for _value in (
     TokenContext,
     Routing,
     VariableKRouting,
+    AlwaysRouting,
     SparsityTargetRouting,
     NoisyRouting,
     PairsOnlyRouting,

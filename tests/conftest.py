@@ -25,7 +25,13 @@ from moe_ffn.cli.exit import set_up_logging
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.native import build
 from moe_ffn.kernels.native.build import unavailable_reason
-from moe_ffn.outputs import NoisyRouting, Routing, SparsityTargetRouting, VariableKRouting
+from moe_ffn.outputs import (
+    AlwaysRouting,
+    NoisyRouting,
+    Routing,
+    SparsityTargetRouting,
+    VariableKRouting,
+)
 from moe_ffn.routing import TopKRouterConfig
 from tests.helpers import every_router
 from tests.helpers.every_router import decide
@@ -162,11 +168,12 @@ def make_routing() -> Callable[..., Routing]:
             "mask_T": None,
             "sequence_length": num_tokens,
         }
-        if "target_k" in replaced or "capacity_k" in replaced:
+        if replaced.keys() & {"target_k", "capacity_k", "num_always"}:
             values["selected_N"] = torch.ones(num_tokens * k, dtype=torch.bool)
         kinds = {
             "target_k": SparsityTargetRouting,
             "capacity_k": VariableKRouting,
+            "num_always": AlwaysRouting,
             "selected_N": VariableKRouting,
             "selection_probs_TE": NoisyRouting,
         }

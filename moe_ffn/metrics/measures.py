@@ -109,7 +109,9 @@ DROPPED = counted("num_dropped", lambda b: (b.routing.dropped_N & b.routing.acti
 NUM_PAIRS = counted("num_pairs", lambda b: b.routing.choices().active_N.sum())
 NUM_ALWAYS = Statistic(
     "num_always",
-    lambda b: torch.tensor(b.routing.num_always, device=b.routing.dropped_N.device),
+    lambda b: torch.tensor(
+        b.routing.num_experts - b.routing.choices().num_experts, device=b.routing.dropped_N.device
+    ),
     dtype=torch.int64,
     reduce="max",
 )

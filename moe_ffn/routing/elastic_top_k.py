@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.outputs import Routing, TokenContext, VariableKRouting
+from moe_ffn.outputs import AlwaysRouting, Routing, TokenContext
 from moe_ffn.routing.base import Router, routing_of_pairs
 from moe_ffn.routing.top_k import BaseTopKRouter, TopKOptionsConfig
 
@@ -101,7 +101,7 @@ class ElasticTopKRouter(BaseTopKRouter):
             logits_TE,
             scores_TE,
             context,
-            kind=VariableKRouting,
+            kind=AlwaysRouting,
             selected_N=chosen_TK.flatten(),
             num_always=self.config.num_always,
         )

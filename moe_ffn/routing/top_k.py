@@ -5,7 +5,7 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.kernels.routing import top_k
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import AlwaysRouting, Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
     LinearTopKConfig,
@@ -248,14 +248,11 @@ class BaseTopKRouter(LinearRouter):
         """Select experts, weigh them, and build the Routing."""
         expert_ids_TK = self.select(scores_TE, context, logits_TE)
         weights_TK = self.weigh(scores_TE, expert_ids_TK, logits_TE)
-        return routing_of_pairs(
-            weights_TK,
-            expert_ids_TK,
-            logits_TE,
-            scores_TE,
-            context,
-            num_always=self.config.num_always,
-        )
+        fields: dict[str, Any] = {}
+        if num_always := self.config.num_always:
+            all_N = torch.ones_like(expert_ids_TK, dtype=torch.bool).flatten()
+            fields = {"kind": AlwaysRouting, "selected_N": all_N, "num_always": num_always}
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context, **fields)
 
     def select(self, scores_TE: Tensor, context: TokenContext, logits_TE: Tensor) -> Tensor:
         """Return the experts of each token, int64 (T, K): `context.expert_ids`, or the best ones in order."""
