@@ -198,10 +198,14 @@ def command(program: str) -> str:
     return f"moe-ffn {program}"
 
 
+def is_clone() -> bool:
+    """Return True if this code is in a clone, and not an installed package."""
+    return (_ROOT / "pyproject.toml").is_file()
+
+
 def install(extra: str) -> str:
     """Return the command that installs an extra; in a clone, an install without -e would copy the package."""
-    is_clone = (_ROOT / "pyproject.toml").is_file()
-    return f"pip install -e '.[{extra}]'" if is_clone else f"pip install 'moe_ffn[{extra}]'"
+    return f"pip install -e '.[{extra}]'" if is_clone() else f"pip install 'moe_ffn[{extra}]'"
 
 
 _RULES = {

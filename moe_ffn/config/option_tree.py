@@ -351,7 +351,9 @@ def nest_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _as_options(value: Any) -> Mapping[str, Any] | None:
-    """Return a mapping unchanged, and `swiglu` as `{type: swiglu}`; None for any other value."""
-    if isinstance(value, str):
+    """Return a mapping unchanged, and `swiglu` as `{type: swiglu}`; None for any other value, such as
+    `00:01:00:00`, since a type has at most one colon.
+    """
+    if isinstance(value, str) and value.count(":") < 2:
         return {"type": value}
     return value if isinstance(value, Mapping) else None

@@ -265,6 +265,7 @@ def _is_compiled(*heads: Tensor) -> bool:
     """
     return (
         needs_gradient(*heads)
+        and len({x_BHSd.shape[-1] for x_BHSd in heads}) == 1
         and all(x_BHSd.dtype == torch.float32 for x_BHSd in heads)
         and not is_autocast_on(heads[0])
         and torch.backends.cuda.flash_sdp_enabled()  # `sdpa_kernel` also chooses CPU kernels

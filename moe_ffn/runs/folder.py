@@ -18,7 +18,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config.errors import ConfigError, command, expand_path, explaining, reading
+from moe_ffn.config.errors import ConfigError, command, expand_path, explaining, is_clone, reading
 from moe_ffn.config.option_tree import differences, flatten, show_value
 from moe_ffn.config.yaml_files import read_config, read_yaml
 from moe_ffn.files import kind_of, open_file, read_object, try_lock, write_file
@@ -117,6 +117,8 @@ def _taken(folder: Path) -> ConfigError:
 
 def git_revision() -> str | None:
     """Return the git commit of the code, with `-dirty` if files have changed; None outside a checkout."""
+    if not is_clone():  # git would name the commit of a project whose .venv holds this package
+        return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     options: Any = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:

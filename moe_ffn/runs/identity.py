@@ -14,8 +14,8 @@ from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_code import comparable_options
-from moe_ffn.runs.folder import FACTS_FILE, REPORT_FILE, is_finished
-from moe_ffn.runs.json_files import Facts
+from moe_ffn.runs.folder import FACTS_FILE, REPORT_FILE, SUMMARY_FILE, is_finished
+from moe_ffn.runs.json_files import Facts, Summary
 
 RUN_ID = "run_id"
 """Key of the run's id in checkpoints and in `facts.json`."""
@@ -60,15 +60,26 @@ def resume_with(config: TrainConfig, own: TrainConfig, folder: Path, *, is_named
             f"run: '{folder}' keeps its name and place; leave --run.name and --run.output_dir out"
         )
     config = config.model_copy(update={"run": own.run})
-    if is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
-        page = f", but its page was not written: {command('report')} {folder}"
-        raise ConfigError(
-            f"'{folder}' is finished{'' if (folder / REPORT_FILE).is_file() else page}; raise "
-            f"trainer.max_steps (now {own.trainer.max_steps}) to train on, or leave --resume out to start "
-            "a new run"
-        )
     changes = differences(comparable_options(own), comparable_options(config))
+    limits = tuple(_limits_of_early_end(own, folder))
+    is_longer = config.trainer.max_steps > own.trainer.max_steps
+    if is_finished(folder) and not is_longer and not any(k.startswith(limits) for k in changes):
+        page = f", but its page was not written: {command('report')} {folder}"
+        fix = f"raise trainer.max_steps (now {own.trainer.max_steps})"
+        if limits:
+            fix = f"change {' or '.join(limits)}, which ended it early,"
+        raise ConfigError(
+            f"'{folder}' is finished{'' if (folder / REPORT_FILE).is_file() else page}; {fix} to train on, "
+            "or leave --resume out to start a new run"
+        )
     return Resume(folder, config, changes, own, Facts.read(folder / FACTS_FILE))
+
+
+def _limits_of_early_end(own: TrainConfig, folder: Path) -> list[str]:
+    """Return the options that may have ended a run before its last step; empty if it reached that step."""
+    num_tokens = Summary.read(folder / SUMMARY_FILE).num_tokens
+    max_tokens = own.trainer.max_steps * own.tokens_per_step
+    return [] if num_tokens is None or num_tokens >= max_tokens else own.trainer.early_limits
 
 
 def _without_changeable(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class SavedModel:
         """Return the output for a text; ConfigError if it is longer than a training sequence."""
         ids = encode_text(self.tokenizer, text, self.decoder.max_seq_len, "text")
         with torch.no_grad():
-            return self.decoder(torch.tensor([ids]))
+            return self.decoder(torch.tensor([ids], dtype=torch.int64))
 
 
 @dataclass(frozen=True)

@@ -278,13 +278,13 @@ def _update_files(resume: Resume, files: Mapping[str, str]) -> None:
 
 
 def _updated_facts(resume: Resume, new_facts: str) -> str:
-    """Return the stored facts of a run, with the current id and, as in `config.yaml`, changed options."""
+    """Return the stored facts of a run with the current id and, after a change, those of the new options."""
     facts = Facts.read(resume.folder / FACTS_FILE)
     if not facts.is_whole:
         return new_facts
     keys = {RUN_ID}
     if resume.changes:
-        keys |= {*resume.config.to_dict(), "teacher_sha256"}
+        keys |= {*resume.config.to_dict(), "teacher_sha256", "validation_sha256"}
     updates = {key: value for key, value in json.loads(new_facts).items() if key in keys}
     return json.dumps({**facts.model_dump(exclude_unset=True), **updates}, indent=2) + "\n"
 

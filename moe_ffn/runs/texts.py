@@ -61,9 +61,9 @@ def read_text_bytes(path: Path, limit: int | None = None) -> bytes:
 def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:
     """Return the tokens of a file of token ids (.bin, .npy), or of all texts under a path, (num_tokens,).
 
-    An end-of-document token separates documents, like in training; none follows the last document. Raises
-    ConfigError, naming the `option`, if the path cannot be read, is not UTF-8 text, has fewer than two
-    tokens, or has ids of another tokenizer.
+    An end-of-document token separates documents, like in training, which leaves out empty ones; none follows
+    the last document. Raises ConfigError, naming the `option`, if the path cannot be read, is not UTF-8 text,
+    has fewer than two tokens, or has ids of another tokenizer.
     """
     if path.suffix in SUFFIXES and path.exists():
         tokens = TokenSequence.of([path], tokenizer.dtype)[:]
@@ -77,8 +77,9 @@ def tokens_of_path(path: Path, tokenizer: Tokenizer, option: str) -> np.ndarray:
         end = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
         parts: list[np.ndarray] = []
         for document in read_text_documents([str(path)], option):
-            parts += [end] if parts else []
-            parts += tokenizer.encode_batch(list(document.blocks))
+            if blocks := list(document.blocks):
+                parts += [end] if parts else []
+                parts += tokenizer.encode_batch(blocks)
         tokens = np.concatenate(parts)
     if len(tokens) < 2:
         raise ConfigError(f"{option}: '{path}' has {len(tokens)} token; give a text of two or more")

@@ -96,6 +96,12 @@ class TrainerConfig(_LoopConfig, frozen=True):
     """Strategy for several processes. auto: ddp; ddp_find_unused_parameters_true: ddp for a custom block that
     does not use all its weights in every step."""
 
+    @property
+    def early_limits(self) -> list[str]:
+        """Options that may end this run before `max_steps`."""
+        names = ("early_stopping", "max_time")
+        return [f"trainer.{name}" for name in names if getattr(self, name) is not None]
+
     def lightning_arguments(self) -> dict[str, Any]:
         """Return the arguments of `lightning.Trainer` that differ from its defaults."""
         arguments = self.model_dump(exclude=set(_LoopConfig.model_fields), exclude_defaults=True)

@@ -43,6 +43,11 @@ MERGES = {
     "shorthand of another type": ("{f: {type: moe, e: 8}}", "{f: glu}", "{f: glu}"),
     "options over a shorthand": ("{f: glu}", "{f: {d_ff: 64}}", "{f: {type: glu, d_ff: 64}}"),
     "another type over a shorthand": ("{f: glu}", "{f: {type: moe}}", "{f: {type: moe}}"),
+    "options over a text that is no type": (
+        "{max_time: '00:01:00:00'}",
+        "{max_time: {hours: 2}}",
+        "{max_time: {hours: 2}}",
+    ),
     "a type where none was named": (
         "{f: {d_ff: 64}}",
         "{f: {type: glu}}",

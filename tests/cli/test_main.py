@@ -18,6 +18,7 @@ from moe_ffn.cli.exit import LOGGER, exit_on_bad_input
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import install
 from moe_ffn.runs.config import Resume, TrainConfig
+from moe_ffn.runs.folder import git_revision
 from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.train import DEFAULT_TIME, describe_run
 
@@ -91,12 +92,15 @@ def test_a_module_in_the_current_folder_is_found(
     assert "type: a_module_of_mine:Mine" in out
 
 
-def test_the_install_command_names_the_clone_or_the_package(
+def test_the_install_command_and_the_revision_tell_the_clone_from_the_package(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert install("train") == "pip install -e '.[train]'"
     monkeypatch.setattr("moe_ffn.config.errors._ROOT", tmp_path)
     assert install("train") == "pip install 'moe_ffn[train]'"
+    assert git_revision() is None, (
+        "git would name the commit of a project whose .venv has the package"
+    )
 
 
 # -- standard streams: a reader that goes away, a closed stream, the level of the log

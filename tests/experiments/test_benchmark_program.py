@@ -212,6 +212,7 @@ def test_the_routing_of_a_text(moe_run: Any) -> None:
         assert routing.num_tokens == len(TEXT)
         assert torch.equal(routing.expert_ids_N, expected[layer].expert_ids_N)
     assert run.routing(TEXT.encode()).keys() == routings.keys()
+    assert [routing.num_tokens for routing in run.routing("").values()] == [0, 0]
 
 
 def test_impossible_requests_raise_one_sentence(moe_run: Any, tmp_path: Path) -> None:

@@ -279,6 +279,17 @@ def test_the_compiled_kernel_trains_float32_without_masks() -> None:
 
 
 @needs_compiler
+def test_the_compiled_kernel_leaves_values_wider_than_keys_to_torch() -> None:
+    latent = LATENT | {"value_dim": 9}  # keys have 6 + 2
+    config = AttentionConfig.model_validate({"num_heads": 2, "head_dim": 6, "latent": latent})
+    module = config.build(D_MODEL, causal=True, norm=RMSNormConfig())
+    positions, x = RotaryConfig().build(D_MODEL, 2, 8), tokens(2, 6).float()
+    trained = module(x, positions, None)
+    with torch.no_grad():
+        torch.testing.assert_close(trained, module(x, positions, None))
+
+
+@needs_compiler
 def test_the_compiled_kernel_has_no_second_derivative() -> None:
     module = attention().float()
     attended = module(tokens(1, 5).float(), Positions(), None).sum()

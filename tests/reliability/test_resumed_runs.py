@@ -151,15 +151,21 @@ def test_a_run_that_died_once_its_last_validation_was_written(tmp_path: Path) ->
 
 def test_a_run_that_its_time_ended_in_an_accumulation_window_is_resumed(tmp_path: Path) -> None:
     elapsed = iter([0.0] * 8)  # at the start of the fit and after each step but the last
-    changes = {"trainer__accumulate_grad_batches": "3", "trainer__max_time": "01:00:00:00"}
+    accumulated = {"trainer__accumulate_grad_batches": "3"}
+    train(*options(tmp_path, run__name="whole", **accumulated))
+    limited = options(tmp_path, run__name="run", **accumulated, trainer__max_time="01:00:00:00")
     with patch.object(StepTimer, "time_elapsed", lambda *_: next(elapsed, 1e9)):
-        train(*options(tmp_path, run__name="run", **changes))
+        train(*limited)
     assert max(losses(tmp_path / "runs/run")) < 12
+    resume = ("--resume", str(tmp_path / "runs/run"))
+    rejected = "is finished; change trainer.max_time, which ended it early, to train on, or"
+    assert rejected in run_here(*resume, "--trainer.max_steps", "12").mistake
 
-    more = ("--trainer.max_steps", "14", "--trainer.max_time=null")
-    train("--resume", str(tmp_path / "runs/run"), *more)
+    train(*resume, "--trainer.max_time=null")
 
-    assert max(losses(tmp_path / "runs/run")) == 14
+    whole, resumed = losses(tmp_path / "runs/whole"), losses(tmp_path / "runs/run")
+    del whole[6]  # a row of two steps there, and of one here: the other ended early with its run
+    assert whole.items() <= resumed.items()
 
 
 @pytest.mark.parametrize(

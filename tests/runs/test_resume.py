@@ -446,7 +446,8 @@ def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "facts.json").write_text(FACTS)
     config = TrainConfig(seed=3)
-    fresh = json.dumps({**config.to_dict(), "precision": "bf16-mixed"})
+    new = {"precision": "bf16-mixed", "validation_sha256": "of the windows from now on"}
+    fresh = json.dumps({**config.to_dict(), **new})
 
     rewind(
         Resume(folder, config, {"seed": (0, 3)}, config, Facts()),
@@ -456,6 +457,7 @@ def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
 
     facts = json.loads((folder / "facts.json").read_text())
     assert (facts["seed"], facts["precision"]) == (3, "32-true")
+    assert facts["validation_sha256"] == new["validation_sha256"], "of the loss in the summary"
 
 
 def test_no_run_resumes_from_its_best_weights(moe_run: Any, unfinished: Path) -> None:

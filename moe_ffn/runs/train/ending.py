@@ -122,11 +122,7 @@ def finish(run: TrainingRun) -> None:
     """
     config, folder, trainer, callbacks = run.config, run.folder, run.trainer, run.callbacks
     if trainer.global_step < (max_steps := config.trainer.max_steps):
-        limits = {
-            "trainer.early_stopping": config.trainer.early_stopping,
-            "trainer.max_time": config.trainer.max_time,
-        }
-        why = " or ".join(name for name, limit in limits.items() if limit is not None)
+        why = " or ".join(config.trainer.early_limits)
         run.console.print(f"ended after step {trainer.global_step} of {max_steps} ({why})")
     summary = summary_of(run)
     failure = ""

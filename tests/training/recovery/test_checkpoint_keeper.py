@@ -139,6 +139,28 @@ def test_only_a_lower_loss_is_the_best_also_once_resumed(make: Make, folder: Pat
     assert (folder / "best.ckpt").read_bytes() != first
 
 
+@pytest.mark.parametrize(("step", "replaced"), [(5, True), (6, False)])
+def test_the_best_of_steps_that_are_trained_again_is_replaced(
+    make: Make, folder: Path, step: int, replaced: bool
+) -> None:
+    """The run was resumed from `step`, perhaps with options under which no loss is as low again."""
+    dead, resumed = make(every_n_steps=100), make(every_n_steps=100)
+    dead.validate(4, loss=2.0)
+    saved = dead.keeper.state_dict()
+    dead.validate(6, loss=1.0)
+    resumed.keeper.load_state_dict(saved if step < 6 else dead.keeper.state_dict())
+    resumed.global_step = step
+    trainer: Any = resumed
+    resumed.keeper.on_train_start(trainer, trainer.lightning_module)
+
+    resumed.validate(8, loss=3.0)
+    assert read_checkpoint(folder / "best.ckpt")["global_step"] == (8 if replaced else 6)
+    assert resumed.keeper.best_loss == (2.0 if replaced else 1.0), "as in a run that did not die"
+    for number, loss in enumerate((2.5, 2.7), start=9):
+        resumed.validate(number, loss=loss)
+    assert read_checkpoint(folder / "best.ckpt")["global_step"] == (9 if replaced else 6)
+
+
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_the_good_ones_stay_where_the_newest_is_damaged(
     make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int
