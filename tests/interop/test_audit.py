@@ -286,6 +286,11 @@ def test_an_optimizer_in_the_backward_pass_does_not_run() -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_ids_in_32_bits_are_audited_like_others() -> None:
+    case, ids_BS = with_loss(), batch()["input_ids"]
+    assert str(audit(case.model, ids_BS.int())) == str(audit(case.model, ids_BS))
+
+
 def test_bad_batches_are_one_sentence() -> None:
     model = healthy()
     ids = batch()["input_ids"]
