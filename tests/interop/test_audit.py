@@ -988,6 +988,7 @@ def test_a_loss_that_ignores_accumulation_counts_as_often_as_there_are_batches()
     [
         (lambda: Listed(), "the model has neither a balancing loss nor a correction bias"),
         (lambda: healthy("deepseek_v3"), "routers have a correction bias"),
+        (lambda: healthy("dots1", output_router_logits=True), "routers have a correction bias"),
     ],
 )
 def test_a_forward_pass_without_a_balancing_loss_is_reported(
