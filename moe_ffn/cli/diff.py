@@ -11,6 +11,7 @@ routing.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,9 +47,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _read(path: Path, limit: int | None) -> bytes:
-    """Read a text, or as many whole lines of it as fit into `limit` bytes."""
+    """Read a text, or as many of its lines as fit into `limit` bytes; of a longer line, whole characters."""
     text = read_text_bytes(path, limit)
-    return text[: text.rfind(b"\n") + 1] or text if len(text) == limit else text
+    _, complete = codecs.utf_8_decode(text, "replace", False)  # without a character that was cut
+    return text[: text.rfind(b"\n") + 1 or complete] if len(text) == limit else text
 
 
 def _parser() -> Parser:

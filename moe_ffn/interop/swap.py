@@ -224,7 +224,7 @@ def _complete_from(
         if name in given and name not in _FREE and given[name] != value:
             raise ConfigError(
                 f"swap_ffn: config.{name} is {show(given[name])}, but the FFN of {where} has {show(value)}; "
-                "leave it out"
+                f"{'give that' if name == 'type' else 'leave it out'}"  # a config needs a type
             )
     return own.model_copy(update={name: given[name] for name in _FREE & given.keys()})
 

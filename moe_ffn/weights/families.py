@@ -216,6 +216,7 @@ QWEN_DEFAULTS = {
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
     "attention_bias": False,
+    "has_window_switch": True,
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
@@ -254,7 +255,7 @@ FAMILIES = (
         {
             **QWEN_DEFAULTS,
             "num_key_value_heads": 8,
-            "use_sliding_window": True,
+            "has_window_switch": False,
             "max_position_embeddings": 131_072,
         },
         DENSE_LAYER,
@@ -292,7 +293,7 @@ FAMILIES = (
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "default_theta": 1e6,
-            "use_sliding_window": True,
+            "has_window_switch": False,
             "sliding_window": None,
             "max_position_embeddings": 131_072,
             "num_experts_per_tok": 2,
@@ -444,7 +445,7 @@ FAMILIES = (
         {
             **QWEN_DEFAULTS,
             **SIGMOID_DEFAULTS,
-            "use_sliding_window": True,
+            "has_window_switch": False,
             "max_window_layers": 62,
             "max_position_embeddings": 2048,
             "first_k_dense_replace": 0,
@@ -534,7 +535,7 @@ FAMILIES = (
             "attention_dropout": 0.0,
             "attention_bias": True,
             "tie_word_embeddings": False,
-            "use_sliding_window": True,
+            "has_window_switch": False,
             "sliding_window": 128,
             "max_window_layers": 0,  # it has no such option
             "max_position_embeddings": 131_072,

@@ -293,8 +293,14 @@ def _write_scaling(options: Options, has_score_factor: bool) -> dict[str, Any]:
     return {"rope_type": options[f"{prefix}type"], **written}
 
 
+def _read_window(hf: HFConfig) -> Options:
+    # Some architectures ignore `use_sliding_window`.
+    is_on = not hf["has_window_switch"] or hf["use_sliding_window"]
+    return {"attention.window": (is_on and hf["sliding_window"]) or None}
+
+
 WINDOW = OptionMapping(
-    lambda hf: {"attention.window": (hf["use_sliding_window"] and hf["sliding_window"]) or None},
+    _read_window,
     lambda options: {
         "sliding_window": options.get("attention.window"),
         "use_sliding_window": "attention.window" in options,

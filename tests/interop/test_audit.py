@@ -286,6 +286,11 @@ def test_an_optimizer_in_the_backward_pass_does_not_run() -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_ids_in_32_bits_are_audited_like_others() -> None:
+    case, ids_BS = with_loss(), batch()["input_ids"]
+    assert str(audit(case.model, ids_BS.int())) == str(audit(case.model, ids_BS))
+
+
 def test_bad_batches_are_one_sentence() -> None:
     model = healthy()
     ids = batch()["input_ids"]
@@ -983,6 +988,7 @@ def test_a_loss_that_ignores_accumulation_counts_as_often_as_there_are_batches()
     [
         (lambda: Listed(), "the model has neither a balancing loss nor a correction bias"),
         (lambda: healthy("deepseek_v3"), "routers have a correction bias"),
+        (lambda: healthy("dots1", output_router_logits=True), "routers have a correction bias"),
     ],
 )
 def test_a_forward_pass_without_a_balancing_loss_is_reported(

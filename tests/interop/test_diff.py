@@ -329,7 +329,7 @@ def test_the_program_prints_the_verdict_first_and_writes_json(
 
 
 def test_a_large_text_is_read_in_part(
-    ours: Path, tmp_path: Path, diff: Diff, monkeypatch: pytest.MonkeyPatch
+    ours: Path, qwen: Path, tmp_path: Path, diff: Diff, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_ffn.cli.diff.BYTES_PER_TOKEN", 1)
     code, out, _ = diff(ours, ours, "--tokens", "32", "--window", "9")
@@ -337,6 +337,7 @@ def test_a_large_text_is_read_in_part(
     assert "27 tokens of text in 3 windows of 9" in out  # the 29 bytes of the first two lines
     (tmp_path / "text.py").write_text("é" * 20)
     assert "32 tokens of text in 1 window of 32" in diff(ours, ours, "--tokens", "32").stdout
+    assert "30 tokens of text in 1 window of 30" in diff(qwen, qwen, "--tokens", "31").stdout
 
 
 def test_recorded_experts_take_the_place_of_those_of_a(

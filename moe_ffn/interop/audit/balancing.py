@@ -37,7 +37,7 @@ def check_balancing(probe: Probe, *, trains: bool, accumulation: int) -> Iterato
     is_on = getattr(probe.config, "output_router_logits", None)
     # Many configs, such as DeepSeek-V3's, have the option although their model ignores it.
     takes_option = "output_router_logits" in inspect.signature(probe.base.forward).parameters
-    if is_on is None or not (is_on or takes_option):
+    if is_on is None or not (takes_option or (is_on and coefficient)):
         sentence, advice = _without_a_loss(probe)
         yield BALANCING.finding("warn" if trains else "skip", sentence, advice)
     elif not (is_on and coefficient):

@@ -237,4 +237,4 @@ def checked_batch(batch: Any) -> Mapping[str, Any]:
             f"audit: {_IDS} must be integers (batch, sequence) with two or more positions, but are "
             f"{dtype_name(ids.dtype)}{list(ids.shape)}"
         )
-    return dict(batch)
+    return {**batch, _IDS: ids.long()}  # a cross-entropy takes no others
