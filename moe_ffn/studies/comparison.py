@@ -563,7 +563,10 @@ def _tuning(
     arms: Sequence[str],
 ) -> Tuning:
     def value_of(result: RunResult) -> str:
-        values = [result.tuning.get(key, result.option(key)) for key in keys]
+        used = {key: result.option(key) for key in keys}
+        given = {key: result.tuning.get(key, value) for key, value in used.items()}
+        # A study may give 1 to an option that stores 1.0; they are one value.
+        values = [used[key] if given[key] == used[key] else given[key] for key in keys]
         text = ", ".join(v if isinstance(v, str) else json.dumps(v, sort_keys=True) for v in values)
         # Numbers come before other values, sorted by size.
         ranks[text] = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for v in values]
