@@ -327,7 +327,8 @@ class Comparison:
         label = baseline
         if baseline not in groups:
             first = next(name for name in groups if name.startswith(f"{baseline},"))
-            keys = [part.partition("=")[0] for part in first.split(",")[1:]]
+            # A value may have commas of its own: `router={type:top_k,k:1}`.
+            keys = [part.partition("=")[0] for part in first.split(",")[1:] if "=" in part]
             label = f"{baseline} at the same {' and '.join(keys)}"
         if baselines:
             label += ", or the arm's own baseline"

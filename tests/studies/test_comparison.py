@@ -344,6 +344,16 @@ def grid() -> list[RunResult]:
     ]
 
 
+def test_the_baseline_of_a_grid_is_named_by_its_options_where_their_values_have_commas() -> None:
+    results = [
+        make_result(f"{arm},router={{type:top_k,k:{k}}}", seed, 2.0)
+        for arm in ("dense", "moe")
+        for k in (1, 2)
+        for seed in (0, 1)
+    ]
+    assert Comparison.of(results, baseline="dense").baseline == "dense at the same router"
+
+
 def test_arms_of_a_grid_are_compared_with_the_baseline_at_the_same_values() -> None:
     found = Comparison.of(grid(), baseline="dense")
 
