@@ -343,6 +343,11 @@ def test_the_word_of_a_measure_has_its_unit(tmp_path: Path) -> None:
     run = read_runs([tmp_path])[0]
 
     assert constant_metrics(run) == " ".join(CONSTANT.split()).split("; ")
+    write_metrics(
+        tmp_path / "metrics.jsonl",
+        [{"step": step, "routing/layer_00/entropy": -0.0} for step in (1, 2)],
+    )
+    assert constant_metrics(read_runs([tmp_path])[0]) == ["entropy per token 0"]
 
 
 def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
