@@ -437,6 +437,8 @@ def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:
     assert text.endswith("\n| [A?](a.md) | 3 |\n| [b?](b.md) | 2 |\n")
     introduced = text.replace("# Studies\n", "# Studies\n\nOurs.\n")
     assert with_row(introduced, "| [A?](a.md) | 3 |") == introduced
+    windows = introduced.replace("\n", "\r\n")
+    assert with_row(windows, "| [A?](a.md) | 3 |") == introduced
 
 
 def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
