@@ -189,9 +189,15 @@ def test_blocks_stand_side_by_side_at_each_size() -> None:
 
 def test_a_line_over_sizes_has_gaps_and_given_intervals() -> None:
     line = SizedLine("a", {1.0: [1.0], 2.0: [], 4.0: [3.0]}, margins={1.0: 0.5})
-    drawn: Any = over_sizes([line], "size", "title").data[0]
+    figure: Any = over_sizes([line], "size", "title")
+    drawn = figure.data[0]
     assert list(drawn.y) == [1, None, 3]
     assert list(drawn.error_y.array) == [0.5, 0, 0]
+    # Two seeds may share an error with other arms, and have an interval too.
+    assert figure.layout.meta["note"] == (
+        "Small points are seeds; bars are 95% intervals over windows of the text with one seed, "
+        "otherwise over seeds."
+    )
 
 
 def test_the_answer_comes_first_and_results_of_other_arms_are_ignored(
