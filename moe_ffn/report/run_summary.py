@@ -148,7 +148,7 @@ def hardware(run: Run) -> tuple[str, str]:
     """Return (`2 CPU cores`, processor), or (GPU, `2 CPU cores, processor`); dashes for unknown values."""
     facts = run.facts.hardware
     processor, cores, gpu = (facts.get(key) for key in ("processor", "num_cpus", "gpu"))
-    count = counted(cores, "CPU core") if cores else NONE
+    count = counted(cores, "CPU core") if isinstance(cores, int) else NONE
     if gpu:
         return str(gpu), f"{count}, {processor or NONE}"
     return count, str(processor or NONE)
