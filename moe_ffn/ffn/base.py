@@ -292,6 +292,11 @@ def is_inner(name: str) -> bool:
     return any(not part.startswith("round_") for part in name.split("/")[1:])
 
 
+def without_round(name: str) -> str:
+    """Return the name of the block whose experts a routing chooses from; rounds share their experts."""
+    return "/".join(part for part in name.split("/") if not part.startswith("round_"))
+
+
 def short_name(name: str) -> str:
     """Return `3` for `layer_03` and `3 inner` for `layer_03/inner`; return any other name unchanged."""
     match = _NAME.fullmatch(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from types import MappingProxyType
@@ -198,12 +199,13 @@ def line_figure(
     for number, (name, series) in enumerate(lines.items()):
         if series:
             steps, (values,) = average([series], max_points)
-            traces.append(_line(steps, values, name, metric, style_of(number)))
+            last = next(filter(math.isfinite, reversed(series.values)), None)
+            traces.append(_line(steps, values, name, metric, style_of(number), last))
     drawn = [series for series in lines.values() if series]
     all_steps = [step for series in drawn for step in series.steps]
     for (name, value), dash in zip(levels.items(), cycle(DASHES[2:]), strict=False):
         ends = [min(all_steps), max(all_steps)]
-        traces.append(_line(ends, [value, value], name, metric, ("quiet", dash)))
+        traces.append(_line(ends, [value, value], name, metric, ("quiet", dash), value))
     # The axis starts at 0; plotly would draw a single validation on an axis from 99 to 101.
     x_axis = {
         "title": axis_title(STEP_AXIS),
@@ -245,17 +247,18 @@ def _line(
     name: str,
     metric: Metric,
     style: tuple[int | str, str],
+    last: float | None,
 ) -> go.Scatter:
+    """Draw the points of a line, which may be means, with the `last` measured value in the legend."""
     # Without a marker, a single point would be invisible.
     has_markers = len(steps) <= 40 and style[0] != "quiet"
-    measured = [value for value in values if value is not None]
     return scatter(
         name,
         steps,
         values,
         style,
         f"%{{y:{d3_format(metric)}}}<extra>{label(name)}</extra>",
-        f" {text_of(metric, measured[-1])}" if measured else "",
+        "" if last is None else f" {text_of(metric, last)}",
         mode="lines+markers" if has_markers else "lines",
         marker={"size": 5},
     )

@@ -50,7 +50,9 @@ def constant(by_layer: Mapping[str, Series]) -> float | None:
     """
     values = {value for series in by_layer.values() for value in series.values}
     rows = max(map(len, by_layer.values()), default=0)
-    return values.pop() if len(values) == 1 and rows > 1 and math.isfinite(min(values)) else None
+    if len(values) != 1 or rows < 2 or not math.isfinite(min(values)):
+        return None
+    return values.pop() + 0.0  # not -0, the entropy of a single expert
 
 
 def changing_metrics(run: Run) -> list[str]:
@@ -146,7 +148,7 @@ def hardware(run: Run) -> tuple[str, str]:
     """Return (`2 CPU cores`, processor), or (GPU, `2 CPU cores, processor`); dashes for unknown values."""
     facts = run.facts.hardware
     processor, cores, gpu = (facts.get(key) for key in ("processor", "num_cpus", "gpu"))
-    count = counted(cores, "CPU core") if cores else NONE
+    count = counted(cores, "CPU core") if isinstance(cores, int) else NONE
     if gpu:
         return str(gpu), f"{count}, {processor or NONE}"
     return count, str(processor or NONE)

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from moe_ffn.ffn.base import without_round
 from moe_ffn.report.html import render
 from moe_ffn.report.trace import Layer, TextTrace, Visit
 
@@ -60,12 +61,14 @@ def findings(trace: TextTrace) -> list[str]:
     loads = Counter((layer, choice.expert) for layer, choice in pairs)
     busiest = max(loads, key=lambda pair: loads[pair] / num_pairs[pair[0]])
     layer, expert = busiest
+    sizes = {without_round(layer.name): len(layer.experts) for layer in num_pairs}
+    used = {(without_round(layer.name), expert) for layer, expert in loads}
     dropped = sum(choice.dropped for _, choice in pairs)
     lines = [
         f"The largest share goes to expert {layer.experts[expert]} of {layer.title}: "
         f"{loads[busiest] / num_pairs[layer]:.0%} of the (token, expert) pairs of its layer, where an even "
         f"share is {1 / len(layer.experts):.0%}.",
-        f"{len(loads)} of {sum(len(layer.experts) for layer in num_pairs)} experts get a token.",
+        f"{len(used)} of {sum(sizes.values())} experts get a token.",
     ]
     return lines + ([f"{dropped} of {len(pairs)} pairs are dropped."] if dropped else [])
 

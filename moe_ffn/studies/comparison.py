@@ -327,7 +327,8 @@ class Comparison:
         label = baseline
         if baseline not in groups:
             first = next(name for name in groups if name.startswith(f"{baseline},"))
-            keys = [part.partition("=")[0] for part in first.split(",")[1:]]
+            # A value may have commas of its own: `router={type:top_k,k:1}`.
+            keys = [part.partition("=")[0] for part in first.split(",")[1:] if "=" in part]
             label = f"{baseline} at the same {' and '.join(keys)}"
         if baselines:
             label += ", or the arm's own baseline"
@@ -563,7 +564,10 @@ def _tuning(
     arms: Sequence[str],
 ) -> Tuning:
     def value_of(result: RunResult) -> str:
-        values = [result.tuning.get(key, result.option(key)) for key in keys]
+        used = {key: result.option(key) for key in keys}
+        given = {key: result.tuning.get(key, value) for key, value in used.items()}
+        # A study may give 1 to an option that stores 1.0; they are one value.
+        values = [used[key] if given[key] == used[key] else given[key] for key in keys]
         text = ", ".join(v if isinstance(v, str) else json.dumps(v, sort_keys=True) for v in values)
         # Numbers come before other values, sorted by size.
         ranks[text] = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for v in values]

@@ -180,10 +180,14 @@ def _set_arms(found: Sequence[_Source]) -> None:
         if source.study is None and source.path.is_dir():
             groups.setdefault(identity(source.result), []).append(source)
     firsts = [group[0].result for group in groups.values()]
+    named = {source.result.arm: source.result for source in found}
     for first, group in zip(firsts, groups.values(), strict=True):
         seeds_differ = len({source.result.seed for source in group}) == len(group)
         if seeds_differ and len({source.result.arm for source in group}) > 1:
             name = few_words(firsts[0], first) or str(first.option("model.ffn.type"))
+            while name in named and identity(named[name]) != identity(first):
+                name = f"{name},{few_words(named[name], first)}"
+            named[name] = first
             for source in group:
                 source.update(arm=name, main_arm=name)
     identities: dict[str, set[str]] = {}

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from moe_ffn.config.errors import ConfigError, explain, reading
 from moe_ffn.config.numbers import finite
 from moe_ffn.config.option_tree import flatten, lookup
-from moe_ffn.ffn.base import is_inner
+from moe_ffn.ffn.base import is_inner, without_round
 from moe_ffn.files import read_bytes, write_atomically
 from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE
@@ -137,7 +137,6 @@ class RunResult(_Value):
         seconds = run.series(TRAIN_SECONDS)
         step_seconds = _median(run.series(STEP_SECONDS).values)
         speed = tokens_per_step / step_seconds if step_seconds else summary.tokens_per_second
-        loads = [values.get("load") or [] for values in run.validated.values()]
         return cls(
             arm=arm,
             main_arm=main_arm,
@@ -160,7 +159,7 @@ class RunResult(_Value):
                 peak_memory_bytes=summary.peak_memory_bytes,
                 max_violation=_layer_mean(run, "max_violation"),
                 dropped_fraction=_layer_mean(run, "dropped_fraction"),
-                dead_experts=sum(load.count(0) for load in loads) if loads else None,
+                dead_experts=_dead_experts(run),
                 alarms=dict(Counter(alarm.kind for alarm in run.alarms)),
                 num_skipped_steps=summary.num_skipped_steps,
             ),
@@ -310,6 +309,17 @@ def _layer_mean(run: Run, key: str) -> float | None:
     layers = [metrics for layer, metrics in run.validated.items() if not is_inner(layer)]
     values = [value for metrics in layers if (value := finite(metrics.get(key))) is not None]
     return _rounded(fmean(values)) if values else None
+
+
+def _dead_experts(run: Run) -> int | None:
+    """Return the number of experts without a token in any round of their block; None without routings."""
+    rounds: dict[str, list[Sequence[Any]]] = {}
+    for layer, metrics in run.validated.items():
+        rounds.setdefault(without_round(layer), []).append(metrics.get("load") or [])
+    if not rounds:
+        return None
+    loads = (zip(*of_block, strict=False) for of_block in rounds.values())
+    return sum(not any(share != 0 for share in shares) for load in loads for shares in load)
 
 
 def _date(path: Path) -> str | None:

@@ -117,6 +117,30 @@ def test_runs_of_no_study_are_arms_by_their_options_or_by_their_folders(tmp_path
     assert row(out, "two")[:2] == ["1", "2.3000"]
 
 
+def test_arms_of_one_block_that_differ_in_its_options_have_names_of_their_own(
+    tmp_path: Path,
+) -> None:
+    runs = []
+    for arm, losses, options in (
+        ("dense", [2.0, 2.1], {}),
+        ("few", [1.9, 2.0], {}),
+        ("many", [1.8, 1.9], {"model__ffn__num_experts": 8}),
+    ):
+        write_arm(tmp_path, arm, losses, experts=0 if arm == "dense" else 4)
+        for seed in (0, 1):
+            run = tmp_path / f"moe-2026112{seed}-{arm}"  # as a run without a name
+            (tmp_path / f"{arm}-seed{seed}").rename(run)
+            change(run / "config.yaml", **options)
+            runs.append(str(run))
+
+    code, out, err = program(*runs)
+
+    assert (code, err) == (0, "")
+    assert row(out, "swiglu")[:2] == ["2", "2.0500"]
+    assert row(out, "moe")[:2] == ["2", "1.9500"]
+    assert row(out, "moe,num_experts=8")[:2] == ["2", "1.8500"]
+
+
 def test_unfinished_runs_are_left_out_by_name(study: Path) -> None:
     (study / "moe-seed1" / "summary.json").unlink()
     change(study / "moe-seed2" / "summary.json", validation_loss=None)

@@ -20,7 +20,7 @@ from moe_ffn.cli.demo import MODEL
 from moe_ffn.cli.demo import TEXT as DEMO_TEXT
 from moe_ffn.cli.trace import trace_folder
 from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, visible
-from moe_ffn.report.trace_view import colour_of, legend, page, table
+from moe_ffn.report.trace_view import colour_of, findings, legend, page, table
 from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer
 from tests.helpers.browser import PHONE, opened
@@ -192,6 +192,7 @@ def test_the_legend_explains_that_rounds_share_their_experts() -> None:
     assert "Each round of a layer has its own router; all rounds share the experts." in legend(
         chain
     )
+    assert "1 of 2 experts get a token." in findings(chain)
     assert not any("rounds" in line for line in legend(small_way()))
 
 

@@ -343,6 +343,11 @@ def test_the_word_of_a_measure_has_its_unit(tmp_path: Path) -> None:
     run = read_runs([tmp_path])[0]
 
     assert constant_metrics(run) == " ".join(CONSTANT.split()).split("; ")
+    write_metrics(
+        tmp_path / "metrics.jsonl",
+        [{"step": step, "routing/layer_00/entropy": -0.0} for step in (1, 2)],
+    )
+    assert constant_metrics(read_runs([tmp_path])[0]) == ["entropy per token 0"]
 
 
 def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
@@ -355,8 +360,11 @@ def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_averaged_to_a_small_page(tmp_path: Path) -> None:
-    page = Written(write_run(tmp_path / "long", layers=1, experts=16, rows=1500))
+    folder = write_run(tmp_path / "long", layers=1, experts=16, rows=1500)
+    page = Written(folder)
     assert len(page.traces("Loss")["training"]["x"]) == 500
+    last = read_runs([folder])[0].series("train/loss").last
+    assert page.traces("Loss")["training"]["name"] == f"training {last:.4f}", "no mean of rows"
     assert "Each point is the mean of about 3 rows." in page.text
     assert "Each column is the mean of about 8 rows." in page.text
     assert page.size_of_data < 500_000

@@ -19,7 +19,7 @@ from moe_ffn.cli.study_page import main
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.yaml_files import parse_yaml, validate
 from moe_ffn.report.studies.arm_figures import SizedLine, over_sizes
-from moe_ffn.report.studies.fits import without_seeds
+from moe_ffn.report.studies.fits import axis_of, without_seeds
 from moe_ffn.report.studies.study_page import StudyPage, study_page, with_row
 from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.studies.comparison import Comparison
@@ -189,9 +189,15 @@ def test_blocks_stand_side_by_side_at_each_size() -> None:
 
 def test_a_line_over_sizes_has_gaps_and_given_intervals() -> None:
     line = SizedLine("a", {1.0: [1.0], 2.0: [], 4.0: [3.0]}, margins={1.0: 0.5})
-    drawn: Any = over_sizes([line], "size", "title").data[0]
+    figure: Any = over_sizes([line], "size", "title")
+    drawn = figure.data[0]
     assert list(drawn.y) == [1, None, 3]
     assert list(drawn.error_y.array) == [0.5, 0, 0]
+    # Two seeds may share an error with other arms, and have an interval too.
+    assert figure.layout.meta["note"] == (
+        "Small points are seeds; bars are 95% intervals over windows of the text with one seed, "
+        "otherwise over seeds."
+    )
 
 
 def test_the_answer_comes_first_and_results_of_other_arms_are_ignored(
@@ -240,6 +246,11 @@ def test_a_grid_of_numbers_is_an_axis() -> None:
     axis = page.figures["axis"].layout.xaxis
     assert (axis.title.text, axis.ticktext) == ("model.d_model", ("16", "32"))
     assert lines_of(page.figures["axis"]) == ["dense", "moe"]
+
+
+def test_yes_and_no_are_no_numbers_of_an_axis() -> None:
+    values = {"model.d_model": [16, 32], "model.tie_embeddings": [True, False]}
+    assert axis_of(StudyConfig(grid=values)) == "model.d_model"
 
 
 def test_arms_that_differ_along_the_axis_are_one_line() -> None:
@@ -432,6 +443,8 @@ def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:
     assert text.endswith("\n| [A?](a.md) | 3 |\n| [b?](b.md) | 2 |\n")
     introduced = text.replace("# Studies\n", "# Studies\n\nOurs.\n")
     assert with_row(introduced, "| [A?](a.md) | 3 |") == introduced
+    windows = introduced.replace("\n", "\r\n")
+    assert with_row(windows, "| [A?](a.md) | 3 |") == introduced
 
 
 def test_all_figures_are_drawn_and_the_page_shows_those_that_the_study_lists(
@@ -538,6 +551,18 @@ def test_a_speed_up_counts_the_steps_to_the_dense_loss_and_their_time(tmp_path: 
     speed, _, *speed_ups = found["[a](studies/a.md): moe"][-4:]
     assert speed == "13 (0.67)"
     assert speed_ups == ["1.32", "0.89"]  # 100 / 75 / 1.01, 100 / 75 * 0.5 / 0.75
+
+
+def test_an_interval_of_steps_that_reaches_below_0_gives_no_negative_speed_up(
+    tmp_path: Path,
+) -> None:
+    curves = ([1.9, 1.5], [3.0, 1.99], [1.9, 1.5])  # reach 2 at the steps 50, 99.5 and 50
+    moe = [make_result("moe", s, c[-1], curve=c) for s, c in enumerate(curves)]
+    moe += [make_result("more", s, 1.5, options=MORE_EXPERTS) for s in range(3)]
+
+    found = rows(board(tmp_path / "studies", {"a": [*(dense("a", s, 2) for s in range(3)), *moe]}))
+
+    assert found["[a](studies/a.md): moe"][-2] == "1.50 (not determined)"
 
 
 def test_a_file_of_times_without_times_is_named(tmp_path: Path) -> None:

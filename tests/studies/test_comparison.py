@@ -314,6 +314,21 @@ def test_tuning_runs_are_reported_separately() -> None:
     ]
 
 
+def test_a_whole_number_and_the_float_that_an_option_stores_are_one_tuned_value() -> None:
+    key = "optimizer.weight_decay"
+    results = [
+        make_result(arm, 0, 2.0, options={key: own}) for arm, own in (("a", 0.0), ("b", 1.0))
+    ]
+    for arm, other in (("a", 1), ("b", 0)):
+        tuned: Any = {"main_arm": arm, "tuning": {key: other}, "options": {key: float(other)}}
+        results.append(make_result(f"{arm},weight_decay={other}", 0, 2.1, **tuned))
+
+    (table,) = Comparison.of(results).tuning
+
+    assert table.values == ["0.0", "1.0"]
+    assert table.losses == {"a": {"0.0": 2.0, "1.0": 2.1}, "b": {"0.0": 2.1, "1.0": 2.0}}
+
+
 def grid() -> list[RunResult]:
     """Three seeds; at each width the moe is a little better, and the wider models are much better."""
     return [
@@ -327,6 +342,16 @@ def grid() -> list[RunResult]:
         for d_model in (32, 64)
         for arm, gain in (("dense", 0.0), ("moe", 0.05))
     ]
+
+
+def test_the_baseline_of_a_grid_is_named_by_its_options_where_their_values_have_commas() -> None:
+    results = [
+        make_result(f"{arm},router={{type:top_k,k:{k}}}", seed, 2.0)
+        for arm in ("dense", "moe")
+        for k in (1, 2)
+        for seed in (0, 1)
+    ]
+    assert Comparison.of(results, baseline="dense").baseline == "dense at the same router"
 
 
 def test_arms_of_a_grid_are_compared_with_the_baseline_at_the_same_values() -> None:

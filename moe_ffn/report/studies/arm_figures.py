@@ -404,9 +404,10 @@ def over_sizes(
         "tickvals": ticks,
         "ticktext": [f"{tick:g}" if tick < 1000 else compact(tick) for tick in ticks],
     }
-    note = f"Small points are seeds; bars are 95% intervals of the mean, for {MIN_SEEDS} seeds or more."
+    over = f"of the mean, for {MIN_SEEDS} seeds or more"
     if any(line.margins for line in lines):
-        note += " With one seed, they are over windows of the text."
+        over = "over windows of the text with one seed, otherwise over seeds"
+    note = f"Small points are seeds; bars are 95% intervals {over}."
     if any(line.curve for line in lines):
         note += " Curves are fits."
     if any(line.minimum for line in lines):

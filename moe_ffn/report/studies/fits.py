@@ -93,7 +93,7 @@ def axis_of(study: StudyConfig) -> str | None:
     numeric = [
         key
         for key, values in study.grid.items()
-        if len(values) > 1 and all(isinstance(value, int | float) for value in values)
+        if len(values) > 1 and all(finite(value) is not None for value in values)
     ]
     return study.axis or (numeric[0] if len(numeric) == 1 else None)
 

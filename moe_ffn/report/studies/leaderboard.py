@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,7 +72,11 @@ class Board:
         if reached is None or not reached.flops or not reached.steps:
             return "not reached" if reached else NONE
         ratio, ends = self.base.training_flops / reached.flops, reached.interval
-        ratios = ends and [ratio * reached.steps / steps for steps in (ends.high, ends.low)]
+        # An interval of few seeds may reach below 0 steps, which no run can take.
+        ratios = ends and [
+            ratio * reached.steps / steps if steps > 0 else math.inf
+            for steps in (ends.high, ends.low)
+        ]
         return with_interval(Interval(ratio, *ratios) if ratios else None, "{:.2f}".format, ratio)
 
     def seconds_speed_up(self, arm: Arm) -> float | None:

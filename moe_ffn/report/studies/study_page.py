@@ -420,7 +420,8 @@ HEAD = "| question | answer |\n|---|---|\n"
 
 def with_row(text: str, row: str) -> str:
     """Return the page of all studies with this row, which replaces the older row of the study."""
-    introduction, _, table = text.partition(HEAD)
+    # Git may have checked the page out with the line ends of Windows.
+    introduction, _, table = text.replace("\r\n", "\n").partition(HEAD)
     lines = [*table.splitlines(), row]
     by_page = {line.partition(" | ")[0].rpartition("](")[2]: line for line in lines}
     return (introduction or "# Studies\n\n") + HEAD + "\n".join(by_page.values()) + "\n"
