@@ -59,7 +59,7 @@ def spread(count: int, max_items: int) -> list[int]:
     return [index * (count - 1) // max(num_items - 1, 1) for index in range(num_items)]
 
 
-def load_table(loads: Mapping[str, Sequence[float]]) -> str:
+def load_heatmap(loads: Mapping[str, Sequence[float]]) -> str:
     """Return a heat map of some layers' loads, shares of their pairs, as multiples of the even share. More
     than `MAX_COLUMNS` experts are sorted by load, and only some are shown.
     """

@@ -323,7 +323,7 @@ class PartChecks:
                 f"{unsupported.advice}, or {self.noncausal_advice}"
             )
 
-    def require_blind_to_future(
+    def require_causal_outputs(
         self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """Raise if the model is causal and outputs (B, S, ...) of `call`, given x (B, S, D) and token ids (B,
@@ -427,7 +427,7 @@ class PartChecks:
 
         if config is not None:
             self.require_causal(config)
-        self.require_blind_to_future(block, hidden)
+        self.require_causal_outputs(block, hidden)
         cached = UseCase(cached=True)
         if config is not None and config.unsupported(cached) is None:
             alone = config.unsupported(replace(cached, history=False)) is None
@@ -472,7 +472,7 @@ class PartChecks:
             weights(self.x(), self.token_ids_BS())
         self.require_mask(router)
         self.require_causal(config)
-        self.require_blind_to_future(router, weights)
+        self.require_causal_outputs(router, weights)
         if config.unsupported(UseCase(cached=True)) is None:
             self.require_same_alone(router, weights, weights)
         move_off_zero(router)

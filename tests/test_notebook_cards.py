@@ -178,7 +178,7 @@ def test_a_run_with_little_in_it_is_shown_escaped(moe_run: Any, tmp_path: Path) 
 
 def test_deep_models_with_many_experts_stay_small() -> None:
     loads = {f"layer {number}": [1 / 256] * 255 + [0.0] for number in range(96)}
-    text = text_of(notebook_cards.load_table(loads))
+    text = text_of(notebook_cards.load_heatmap(loads))
     assert text.startswith("layer 0 1.0 1.0 ")
     assert " 0.0 layer 95 1.0 " in text
     assert "sorted by load" in text

@@ -205,7 +205,7 @@ def test_every_command_succeeds(
         )
         monkeypatch.setattr(Question, "measured", lambda *_: question)
         monkeypatch.setattr(which, "Search", Mock())
-        monkeypatch.setattr(which, "show", Mock())
+        monkeypatch.setattr(which, "print_answer", Mock())
         shown = "runs of width 32"
     elif module == "moe_ffn.cli.demo":
         shown = "page: demo.html"

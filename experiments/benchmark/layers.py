@@ -66,7 +66,7 @@ class Case:
     shape: Shape
     source: MoEFFN
     tokens: Tokens
-    expected: Outcome
+    expected: Derivatives
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device, **router: Any) -> Case:
@@ -129,7 +129,7 @@ def sparse_layers(
     builders = {f"moe_ffn {name}": partial(_ours, case, name) for name in ("auto", *backends)}
     for name in peers:
         if PEERS[name].is_installed and (on_gpu or not PEERS[name].gpu_only):
-            builders[name] = partial(PEERS[name].build, weights_of(case.source), case.shape)
+            builders[name] = partial(PEERS[name].build, peer_weights(case.source), case.shape)
     layers: list[Layer] = []
     for name, build in builders.items():
         try:
@@ -155,7 +155,7 @@ def _ours(case: Case, backend: str) -> MoEFFN:
     return block
 
 
-def weights_of(block: MoEFFN) -> Weights:
+def peer_weights(block: MoEFFN) -> Weights:
     """Return the weights of our block, to load into other libraries."""
     router, experts = block.router, block.experts
     assert isinstance(router, LinearRouter)
@@ -188,7 +188,7 @@ TOLERANCES = {
 }
 
 
-class Outcome(NamedTuple):
+class Derivatives(NamedTuple):
     """Result of one forward and backward pass."""
 
     hidden_TD: Tensor
@@ -197,7 +197,7 @@ class Outcome(NamedTuple):
     """Norm of the gradient of all parameters, which does not depend on their layout."""
 
 
-def outcome(module: nn.Module, tokens: Tokens) -> Outcome:
+def outcome(module: nn.Module, tokens: Tokens) -> Derivatives:
     """Run one forward and backward pass, and remove all gradients."""
     x = tokens.x_BSD
     hidden = hidden_of(module(x))
@@ -207,10 +207,10 @@ def outcome(module: nn.Module, tokens: Tokens) -> Outcome:
     grads = [p.grad.double() for p in module.parameters() if p.grad is not None]
     squares = sum(grad.square().sum().item() for grad in grads)
     module.zero_grad()
-    return Outcome(hidden.detach().flatten(0, -2), grad_x.flatten(0, -2), math.sqrt(squares))
+    return Derivatives(hidden.detach().flatten(0, -2), grad_x.flatten(0, -2), math.sqrt(squares))
 
 
-def compare(theirs: Outcome, ours: Outcome) -> str:
+def compare(theirs: Derivatives, ours: Derivatives) -> str:
     """Return `SAME`, or a description of a difference beyond rounding; NaN differs from everything."""
     tolerance = TOLERANCES[ours.hidden_TD.dtype]
     share = 1.0

@@ -26,7 +26,7 @@ from experiments.benchmark.layers import (
     in_evaluation,
     moe_layer,
     outcome,
-    weights_of,
+    peer_weights,
 )
 from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED, PEERS, TRAINING_PEERS
 from experiments.benchmark.session import Candidate, Session, ratio, result
@@ -252,7 +252,7 @@ def adapters(session: Session) -> None:
             FUSED: fuse_adapters(adapted(ours, "gate_up", "down")),
         }
         if PEERS[HF_GROUPED].is_installed:
-            theirs = PEERS[HF_GROUPED].build(weights_of(case.source), shape)
+            theirs = PEERS[HF_GROUPED].build(peer_weights(case.source), shape)
             modules[PEFT_ON_HF] = adapted(theirs, "gate_up_proj", "down_proj")
         expected = outcome(modules[PEFT], case.tokens)
         for layer_name, module in modules.items():

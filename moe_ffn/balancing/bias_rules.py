@@ -139,7 +139,11 @@ class GlobalQuantileRuleConfig(BiasRuleConfig, frozen=True):
     """Bins of each expert's histogram."""
 
     def _conflict(self, layer: str, router: Any) -> str | None:
-        option = "a k that is drawn (k_min, k_max)" if router.draws_k else router.other_ranking
+        option = (
+            "a k that is drawn (k_min, k_max)"
+            if router.draws_k
+            else router.option_that_changes_ranking
+        )
         if option is None:
             return None
         return (

@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     report = replace(
         report, findings=(*target.findings, *report.findings), facts={**report.facts, **facts}
     )
-    show(report, Console(highlight=False))
+    print_report(report, Console(highlight=False))
     if args.html is not None:
         html = render("audit.html", report=report, target=args.target.resolve().name)
         write_output("--html", args.html, html)
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report.ok else EXIT_FAILED
 
 
-def show(report: AuditReport, console: Console) -> None:
+def print_report(report: AuditReport, console: Console) -> None:
     """Print the verdict, what was audited, and a table of the findings."""
     console.print(report.summary, markup=False, style="bold")
     facts = (f"{name}: {value}" for name, value in report.facts.items())

@@ -22,7 +22,7 @@ from moe_ffn.cli.parser import Parser, json_file, whole, write_json
 from moe_ffn.config.errors import command
 from moe_ffn.config.numbers import counted
 from moe_ffn.ffn.base import short_name
-from moe_ffn.interop.diff import DTYPES, ModelDifference, diff, two_digits
+from moe_ffn.interop.diff import DTYPE_FLAGS, ModelDifference, diff, two_digits
 from moe_ffn.report.tables import plain_table
 from moe_ffn.runs.json_files import plain_values
 from moe_ffn.runs.texts import read_text_bytes
@@ -59,7 +59,9 @@ def _parser() -> Parser:
         parser.add(f"{name} {name.upper()}", f"folder of {meaning}", type=Path)
     parser.add("--text FILE", "text that both models read", required=True)
     for side in "ab":
-        meaning = f"compute {side.upper()} in {', '.join(DTYPES)} (default: the dtype of its files)"
+        meaning = (
+            f"compute {side.upper()} in {', '.join(DTYPE_FLAGS)} (default: the dtype of its files)"
+        )
         parser.add(f"--dtype-{side} DTYPE", meaning)
     for side in "ab":
         parser.add(

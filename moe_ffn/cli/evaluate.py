@@ -98,7 +98,7 @@ class Model:
         return f"{self.precision} on {self.decoder.embedding.weight.device}"
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        with counted("evaluating", batches) as shown:
+        with with_progress("evaluating", batches) as shown:
             return evaluate(
                 self.decoder,
                 shown,
@@ -109,7 +109,7 @@ class Model:
 
 
 @contextmanager
-def counted(what: str, batches: Iterable[Batch]) -> Iterator[Iterable[Batch]]:
+def with_progress(what: str, batches: Iterable[Batch]) -> Iterator[Iterable[Batch]]:
     """Count the batches in a line of standard error, which disappears at the end; only on a terminal."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     options: Any = {"console": Console(stderr=True), "disable": not sys.stderr.isatty()}
@@ -278,7 +278,7 @@ def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> di
     stride = max(1, config.seq_len // 2)
     batches = StridedBatches(data.train, config.seq_len, stride, config.batch_size)
     with (
-        counted("predicting", batches) as shown,
+        with_progress("predicting", batches) as shown,
         naming_failures(path, "written", "make room, or fix its permissions"),
     ):
         answers = top_answers(model.decoder, shown, top, model.precision)

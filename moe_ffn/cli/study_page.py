@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         study = StudyConfig.read(file)
         folder = args.output / study.name
         if args.runs is not None:
-            add_results(args.runs, study, file, folder)
+            add_study(args.runs, study, file, folder)
         if not folder.is_dir():
             raise ConfigError(
                 f"'{folder}' does not exist: there are no results of '{study.name}' yet; train its runs, "
@@ -101,7 +101,7 @@ def require_planned(study: StudyConfig, file: Path, gathered: Gathered) -> None:
                 )
 
 
-def add_results(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
+def add_study(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
     """Add the results of the finished runs of a study to the table in `folder`, replacing older ones.
 
     Raises:

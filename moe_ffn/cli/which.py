@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         f"{duration}; Ctrl-C stops them; to resume: {command('which')} --resume {folder}"
     )
     share_plotly(folder)
-    show(Search(question, folder, say).run())
+    print_answer(Search(question, folder, say).run())
     return 0
 
 
@@ -110,7 +110,7 @@ def _begin(args: Any) -> tuple[Path, Question | None]:
     return folder, None
 
 
-def show(answer: Answer) -> None:
+def print_answer(answer: Answer) -> None:
     """Print the answer and write its page."""
     # Imported here, since only the page needs plotly.
     from moe_ffn.report.studies.comparison_page import comparison_html

@@ -62,7 +62,7 @@ class ZeroComputationExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, routing: Routing, first: int) -> Tensor:
         """Return the weighted sum of the experts without a network, (T, D); their ids begin at `first`."""
-        weights_TZ = weights_of(routing, first)
+        weights_TZ = weights_of_pairs(routing, first)
         copies = weights_TZ[:, self.num_zero : self.num_zero + self.num_copy]
         y_TD = copies.sum(dim=-1, keepdim=True) * x_TD
         if self.vector_CD is not None and self.mix_C2D is not None:
@@ -77,7 +77,7 @@ class ZeroComputationExperts(nn.Module):
         return describe_options(self.config)
 
 
-def weights_of(routing: Routing, first: int) -> Tensor:
+def weights_of_pairs(routing: Routing, first: int) -> Tensor:
     """Return each token's weights for the experts from id `first` on, (T, Z); 0 for pairs not computed."""
     num_zero_computation = routing.num_experts - first
     skipped_N = routing.uncomputed_N | (routing.expert_ids_N < first)

@@ -168,7 +168,7 @@ def moe(
     return merged(base, options)
 
 
-def jittered(ffn: Template, option: str) -> Template:
+def jittered_template(ffn: Template, option: str) -> Template:
     """Return a template with noise on the block's input, if their option is not 0."""
     return lambda config: (
         {"type": "jittered", "jitter": noise, "ffn": ffn}
@@ -412,7 +412,9 @@ SWITCH = BlockEntry(
     SWITCH_FFN,
     experts_by_number("wi", "wo"),
     small={"expert_capacity": 2, "dropout_rate": 0.0},
-    in_training=jittered(merged(SWITCH_FFN, {"router": {"jitter": 0.0}}), "router_jitter_noise"),
+    in_training=jittered_template(
+        merged(SWITCH_FFN, {"router": {"jitter": 0.0}}), "router_jitter_noise"
+    ),
     bug="in float32 its jitter multiplies the block's input in place and reaches the experts, but in "
     "the paper only the router's input has jitter (arXiv:2101.03961, appendix F)",
 )

@@ -36,7 +36,7 @@ from moe_ffn.interop.block_parts import (
     fused_shared_expert,
     gate,
     if_set,
-    jittered,
+    jittered_template,
     moe,
     product_of,
     shared,
@@ -110,7 +110,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     ),
     "dbrx": BlockEntry(
         "DbrxFFN",
-        jittered(
+        jittered_template(
             moe(
                 {
                     "type": "top_k",
@@ -390,7 +390,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "minimax": MIXTRAL.with_changes(class_name="MiniMaxSparseMoeBlock"),
     "minimax_m2": BlockEntry(
         "MiniMaxM2SparseMoeBlock",
-        jittered(moe(SIGMOID, INTERMEDIATE, "num_local_experts"), "router_jitter_noise"),
+        jittered_template(moe(SIGMOID, INTERMEDIATE, "num_local_experts"), "router_jitter_noise"),
         in_training={},
     ),
     "minimax_m3_vl": BlockEntry(
@@ -495,7 +495,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     ),
     "phimoe": BlockEntry(
         "PhimoeSparseMoeBlock",
-        jittered(
+        jittered_template(
             moe(
                 {"type": "sparse_mixer", "k": 2, "threshold": lambda c: 2 * c.router_jitter_noise},
                 INTERMEDIATE,

@@ -190,7 +190,7 @@ class _GivenChoice(TorchFunctionMode):
 def recorded_layers(model: nn.Module, experts: Record) -> dict[str, Tensor]:
     """Return layer -> recorded experts, integers (T, K) or (B, L, K); see `replay`."""
     modules = routing_modules(model)
-    records = _by_layer(model, modules, experts)
+    records = _record_of_layers(model, modules, experts)
     for name, record in records.items():
         module = model.get_submodule(modules[name])
         if (kind := unable_to_replay(module)) is not None:
@@ -210,7 +210,9 @@ def recorded_layers(model: nn.Module, experts: Record) -> dict[str, Tensor]:
     return records
 
 
-def _by_layer(model: nn.Module, modules: Mapping[str, str], experts: Record) -> dict[str, Tensor]:
+def _record_of_layers(
+    model: nn.Module, modules: Mapping[str, str], experts: Record
+) -> dict[str, Tensor]:
     if isinstance(experts, Mapping):
         experts = [experts]
     if isinstance(experts, list | tuple):

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from moe_ffn.metrics.modular import (
         CoactivationMetrics,
         LanguageMetrics,
-        ListMetrics,
         LoadMetrics,
+        PairsOnlyMetrics,
         TokenMetrics,
     )
 
 __all__ = [
     "CoactivationMetrics",
     "LanguageMetrics",
-    "ListMetrics",
     "LoadMetrics",
+    "PairsOnlyMetrics",
     "TokenMetrics",
     "chosen_experts",
     "churn",
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _CLASSES: dict[str, str] = dict.fromkeys(
-    ["CoactivationMetrics", "LanguageMetrics", "ListMetrics", "LoadMetrics", "TokenMetrics"],
+    ["CoactivationMetrics", "LanguageMetrics", "PairsOnlyMetrics", "LoadMetrics", "TokenMetrics"],
     "moe_ffn.metrics.modular",
 )
 

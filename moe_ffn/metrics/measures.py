@@ -97,16 +97,16 @@ class RowEnd:
     """Experts chosen for the probe batch at the previous row and at this one; None if either is missing."""
 
 
-def counted(
+def count_of(
     name: str, from_batch: Callable[[LayerBatch], Tensor], axes: Literal["", "E", "EE"] = ""
 ) -> Statistic:
     """Return a statistic that sums int64 counts."""
     return Statistic(name, from_batch, axes, torch.int64)
 
 
-PAIRS = counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
-DROPPED = counted("num_dropped", lambda b: (b.routing.dropped_N & b.routing.active_N).sum())
-NUM_PAIRS = counted("num_pairs", lambda b: b.routing.choices().active_N.sum())
+PAIRS = count_of("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
+DROPPED = count_of("num_dropped", lambda b: (b.routing.dropped_N & b.routing.active_N).sum())
+NUM_PAIRS = count_of("num_pairs", lambda b: b.routing.choices().active_N.sum())
 NUM_ALWAYS = Statistic(
     "num_always",
     lambda b: torch.tensor(
@@ -115,9 +115,9 @@ NUM_ALWAYS = Statistic(
     dtype=torch.int64,
     reduce="max",
 )
-TOKENS = counted("num_tokens", lambda b: b.num_tokens)
-SEQUENCES = counted("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
-CHOSEN_TOGETHER = counted("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
+TOKENS = count_of("num_tokens", lambda b: b.num_tokens)
+SEQUENCES = count_of("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
+CHOSEN_TOGETHER = count_of("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
 
 
 def per_token(name: str, function: Callable[[Routing], Tensor]) -> Measure:
@@ -150,7 +150,7 @@ def total_capacity(batch: LayerBatch) -> Tensor:
     return batch.expert_capacity * batch.routing.choices().num_experts
 
 
-TOTAL_CAPACITY = counted("total_capacity", total_capacity)
+TOTAL_CAPACITY = count_of("total_capacity", total_capacity)
 
 
 def capacity_used(num_pairs: Tensor, num_dropped: Tensor, total_capacity: Tensor) -> Tensor:

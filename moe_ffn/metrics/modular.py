@@ -57,7 +57,7 @@ class _RoutingMetrics(Metric):
             takes, got = kinds if self.is_pairs_only else kinds[::-1]
             raise ValueError(
                 f"{name} takes {takes}, but got {got}; use "
-                f"{'LoadMetrics and TokenMetrics' if self.is_pairs_only else 'ListMetrics'}"
+                f"{'LoadMetrics and TokenMetrics' if self.is_pairs_only else 'PairsOnlyMetrics'}"
             )
         batch = LayerBatch(routing.detach(), shared_share, expert_capacity)
         for statistic in statistics_of(self._metrics()):
@@ -97,7 +97,7 @@ class TokenMetrics(_RoutingMetrics):
     measured = ("last step",)
 
 
-class ListMetrics(_RoutingMetrics):
+class PairsOnlyMetrics(_RoutingMetrics):
     """Metrics of a `PairsOnlyRouting`, which has no value for every expert, such as `experts_used`.
 
     The size of the state does not depend on the number of experts.

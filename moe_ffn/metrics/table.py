@@ -42,7 +42,7 @@ from moe_ffn.metrics.measures import (
     Statistic,
     averaged,
     capacity_used,
-    counted,
+    count_of,
     entropy_of_mean,
     load_from_counts,
     load_of_choices,
@@ -380,7 +380,7 @@ LAYER_METRICS = _table(
         healthy="0",
         healthy_range=(0, 0),
         measured="every batch",
-        **_for_both(_value_of(counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)))),
+        **_for_both(_value_of(count_of("num_nonfinite", lambda b: nonfinite_tokens(b.routing)))),
     ),
     Metric(
         key="experts_used",

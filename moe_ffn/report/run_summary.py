@@ -43,7 +43,7 @@ def measured(run: Run, metric: Metric) -> dict[str, Series]:
     }
 
 
-def constant(by_layer: Mapping[str, Series]) -> float | None:
+def constant_value(by_layer: Mapping[str, Series]) -> float | None:
     """Return the value of a metric if it is the same at all steps in all layers; None otherwise.
 
     Returns None for a single row.
@@ -58,12 +58,12 @@ def constant(by_layer: Mapping[str, Series]) -> float | None:
 def changing_metrics(run: Run) -> list[str]:
     """Return the keys of layer metrics that changed in the run; see `constant_metrics` for the others."""
     by_key = {metric.key: measured(run, metric) for metric in metrics_per_layer()}
-    return [key for key, layers in by_key.items() if layers and constant(layers) is None]
+    return [key for key, layers in by_key.items() if layers and constant_value(layers) is None]
 
 
 def constant_metrics(run: Run) -> list[str]:
     """Return texts such as `dropped 0%` for the metrics that were the same in all layers at all steps."""
-    values = {metric: constant(measured(run, metric)) for metric in metrics_per_layer()}
+    values = {metric: constant_value(measured(run, metric)) for metric in metrics_per_layer()}
     return [
         f"{metric.title if metric.title.startswith('MaxVio') else metric.title.lower()} "
         + (f"{100 * value:.4g}%" if metric.is_share else f"{value:.4g}")

@@ -15,7 +15,7 @@ from moe_ffn.ffn.base import without_round
 from moe_ffn.report.html import render
 from moe_ffn.report.trace import Layer, TextTrace, Visit
 
-DROPPED, PAST, NONE, ABSENT = "x", "past", "none", "-"
+DROPPED, PAST, NO_EXPERT, ABSENT = "x", "past", "none", "-"
 
 _GAP = 2
 """Spaces between two columns."""
@@ -172,7 +172,7 @@ def weight_text(number: float) -> str:
 
 def empty_cell(visit: Visit | None, layer: Layer) -> str:
     """Return the text of a cell without an expert."""
-    return ABSENT if visit is None else PAST if layer.selects_tokens else NONE
+    return ABSENT if visit is None else PAST if layer.selects_tokens else NO_EXPERT
 
 
 # -- the legend
@@ -211,7 +211,10 @@ def legend(trace: TextTrace) -> list[str]:
             any(choice.dropped for visit in visits for choice in visit.choices),
             f"{DROPPED}: dropped; the expert was full and did not process the token.",
         ),
-        (not all(visit.choices for visit in at_routers), f"{NONE}: the router chose no expert."),
+        (
+            not all(visit.choices for visit in at_routers),
+            f"{NO_EXPERT}: the router chose no expert.",
+        ),
         (
             any(visit.choices for visit in at_gates),
             "through .70: passes through the layer's block, whose output is multiplied by 0.70.",
@@ -226,7 +229,7 @@ def legend(trace: TextTrace) -> list[str]:
         *(
             (True, f"{opening}: {text}.")
             for opening, values in by_layer.items()
-            for text in _by_layer(values)
+            for text in _values_with_layers(values)
         ),
         (
             has_entropy,
@@ -238,7 +241,7 @@ def legend(trace: TextTrace) -> list[str]:
     return [line for is_shown, line in lines if is_shown]
 
 
-def _by_layer(values: Mapping[str, str]) -> list[str]:
+def _values_with_layers(values: Mapping[str, str]) -> list[str]:
     """Return values with layers: `swiglu (layer 0)`, `dense (layers 2, 3 inner)`, `moe (layers 4-9)`."""
     layers: dict[str, list[str]] = {}
     for title, value in values.items():

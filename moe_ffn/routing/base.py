@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.config.errors import ConfigError, Unsupported, UseCase
 from moe_ffn.config.sizes import linear_flops, linear_params
+from moe_ffn.kernels.activations import soft_cap
 from moe_ffn.kernels.base import init_linear_, without_autocast
 from moe_ffn.kernels.routing import float32_linear, float32_linear_backward
 from moe_ffn.outputs import Routing, TokenContext
@@ -54,7 +55,7 @@ class RouterConfig(TaggedConfig, frozen=True):
         return None
 
     @property
-    def fixed_by(self) -> str | None:
+    def option_that_fixes_choice(self) -> str | None:
         """Name of the option that fixes the assignment, so that only weights are learned; None by default."""
         return None
 
@@ -64,7 +65,7 @@ class RouterConfig(TaggedConfig, frozen=True):
         return getattr(self, "correction_bias", False)
 
     @property
-    def other_ranking(self) -> str | None:
+    def option_that_changes_ranking(self) -> str | None:
         """Option with which a token's experts are not its k largest scores + bias, of scores from 0 to 1."""
         return None
 
@@ -191,7 +192,7 @@ class LinearTopKConfig(MeanKConfig, LinearRouterConfig, frozen=True):
     """Experts per token."""
 
     def with_k(self, k: int) -> Self | None:
-        return None if self.fixed_by else self.model_copy(update={"k": k})
+        return None if self.option_that_fixes_choice else self.model_copy(update={"k": k})
 
 
 class Router(nn.Module, ABC):
@@ -277,7 +278,7 @@ class LinearRouter(Router):
         if config.logit_scale != 1:
             logits_TE = logits_TE * config.logit_scale
         if config.logit_cap is not None:
-            logits_TE = config.logit_cap * (logits_TE / config.logit_cap).tanh()
+            logits_TE = soft_cap(logits_TE, config.logit_cap)
         return logits_TE
 
     def ranking(self, values_TE: Tensor) -> Tensor:

@@ -141,11 +141,11 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
         return self
 
     @property
-    def fixed_by(self) -> str | None:
+    def option_that_fixes_choice(self) -> str | None:
         return None if self.token_table is None else "token_table"
 
     @property
-    def other_ranking(self) -> str | None:
+    def option_that_changes_ranking(self) -> str | None:
         if self.select_by == "logit":
             return "select_by (logit)"
         return None if self.groups is None else "groups"
@@ -207,8 +207,12 @@ class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
     towards balance (Wang et al. 2024, arXiv:2408.15664)."""
 
     @property
-    def other_ranking(self) -> str | None:
-        return super().other_ranking if self.score == "sigmoid" else "score (sqrt_softplus)"
+    def option_that_changes_ranking(self) -> str | None:
+        return (
+            super().option_that_changes_ranking
+            if self.score == "sigmoid"
+            else "score (sqrt_softplus)"
+        )
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return SigmoidTopKRouter(self, d_model, num_experts)

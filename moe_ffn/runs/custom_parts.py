@@ -122,7 +122,7 @@ def check_custom_parts(config: TrainConfig, device: torch.device) -> None:
             elif isinstance(part, NormConfig | PositionsConfig):
                 _check_module(part, config, checks)
                 decoder = _small_model(config, checks, ffn=IdentityConfig())
-                checks.require_blind_to_future(decoder, lambda _, ids, d=decoder: d(ids).logits)
+                checks.require_causal_outputs(decoder, lambda _, ids, d=decoder: d(ids).logits)
             elif isinstance(part, OptimizerConfig):
                 _check_optimizer(part, _small_model(config, checks), checks)
 

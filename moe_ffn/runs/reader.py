@@ -156,7 +156,7 @@ class Run:
         page = self.folder / REPORT_FILE
         parts = [
             notebook_cards.curve(self.series("train/loss").values, "training loss"),
-            notebook_cards.load_table(loads) if loads else "",
+            notebook_cards.load_heatmap(loads) if loads else "",
             notebook_cards.link(str(page), "report") if page.is_file() else "",
         ]
         block = self.option("model.ffn.type")
@@ -219,12 +219,12 @@ class Run:
     @cached_property
     def layers(self) -> Mapping[str, Mapping[str, Series]]:
         """Sparse layer -> metric -> series of the training rows."""
-        return _by_layer(self.rows.columns, "")
+        return _columns_of_layers(self.rows.columns, "")
 
     @cached_property
     def validated_layers(self) -> Mapping[str, Mapping[str, Series]]:
         """Sparse layer -> metric -> series of the validation rows."""
-        return _by_layer(self.rows.columns, "validation/")
+        return _columns_of_layers(self.rows.columns, "validation/")
 
     @cached_property
     def loads(self) -> Mapping[str, Sequence[Series]]:
@@ -326,7 +326,7 @@ def _state(folder: Path, rows: Rows, *, is_finished: bool, has_ended: bool) -> S
     return "training" if rows.columns else "waiting"
 
 
-def _by_layer(columns: Mapping[str, Series], prefix: str) -> dict[str, dict[str, Series]]:
+def _columns_of_layers(columns: Mapping[str, Series], prefix: str) -> dict[str, dict[str, Series]]:
     layers: dict[str, dict[str, Series]] = {}
     for key, series in columns.items():
         match = LAYER_KEY.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None

@@ -137,7 +137,7 @@ class Question(Config, frozen=True):
     """Time for all runs."""
     jobs: int = Field(ge=1)
     """Number of runs at a time."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of the first run; those of the rounds count from it."""
     width: int
     """d_model of all candidates."""

@@ -184,7 +184,7 @@ class LanguageModel(LightningModule):
         return decoder
 
     def on_train_start(self) -> None:
-        self._forget_step()  # an interrupted fit may have ended within a step
+        self._reset_step()  # an interrupted fit may have ended within a step
         # With two ranks the order of a sum does not matter.
         if self._num_ranks > 2 and not self._layout.is_sharded:
             self._fix_ddp_buckets()
@@ -200,7 +200,7 @@ class LanguageModel(LightningModule):
             output: Any = self.trainer.strategy.training_step(batch, 0)
         output["loss"].backward()
         self.zero_grad(set_to_none=True)
-        self._forget_step()
+        self._reset_step()
 
     def on_train_batch_start(self, batch: LoadedBatch, batch_idx: int) -> None:
         self._seed_batch(batch["index"])
@@ -284,7 +284,7 @@ class LanguageModel(LightningModule):
         else:
             # Without gradients the optimizer changes no parameter, no moment and no step count.
             self.zero_grad(set_to_none=True)
-        self._forget_step()
+        self._reset_step()
 
     def configure_gradient_clipping(
         self,
@@ -350,8 +350,8 @@ class LanguageModel(LightningModule):
             self.decoder.reshard()  # parameters outside of layers would stay gathered
         return source
 
-    def _forget_step(self) -> None:
-        self.balance_updater.forget()
+    def _reset_step(self) -> None:
+        self.balance_updater.reset()
         self._step_batches, self._step_losses = [], []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

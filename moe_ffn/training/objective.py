@@ -326,7 +326,7 @@ class BalanceUpdater(nn.Module):
         self.factor = config.sparsity_rule.factor
         initial = torch.tensor(config.sparsity_rule.initial_weight)
         self.register_buffer("sparsity_weight", initial)
-        self.forget()
+        self.reset()
 
     @torch.no_grad()
     def observe(self, routings: Mapping[str, Routing], routers: Mapping[str, Router]) -> None:
@@ -364,9 +364,9 @@ class BalanceUpdater(nn.Module):
             density = (sums[:, 0] / sums[:, 1].clamp(min=1)).mean()
             weight = sparsity_weight_after(self.sparsity_weight, density, self.factor)
             self.sparsity_weight.copy_(weight)
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Clear the sums of the batches observed since the last step."""
         self._bias_sums: dict[str, Tensor] = {}
         self._router_sums: dict[str, Tensor] = {}

@@ -25,9 +25,9 @@ from moe_ffn.weights.families import FAMILIES, OUTSIDE_LAYERS, Family
 from moe_ffn.weights.layouts import WeightSlice
 from moe_ffn.weights.options import HFConfig, OptionMapping, Options
 from moe_ffn.weights.pretrained import (
-    DTYPES,
     MODEL_CONFIG_FILE,
     MODEL_TYPE,
+    SAFETENSORS_DTYPES,
     PretrainedConfig,
     assign_weights,
     distinct_tensors,
@@ -180,7 +180,7 @@ def _read_tensors(
         stored = {name: slices[name].get_dtype() for name in shapes}
         require_floating(folder, stored)
         largest = pieces[max(expected, key=lambda name: expected[name].numel())][0].name
-        dtype = DTYPES[stored[largest]]
+        dtype = SAFETENSORS_DTYPES[stored[largest]]
         return {
             # Correction biases (names end with the axis E) are float32 in every model.
             name: _assemble(

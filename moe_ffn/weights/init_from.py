@@ -161,8 +161,8 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
         f"{source.option}: {len(taken)} of {len(ours)} tensors come from {source.folder} "
         f"({sum(value.numel() for value in taken.values()):,} numbers)"
     ]
-    lines += [f"  new:  {name}" for name in _by_layer(new)]
-    lines += [f"  left: {name}" for name in _by_layer(left)]
+    lines += [f"  new:  {name}" for name in _with_joined_layers(new)]
+    lines += [f"  left: {name}" for name in _with_joined_layers(left)]
     lines += [f"  {key} is {show(new)} (was {show(old)})" for key, (old, new) in changes.items()]
     if source.tokenizer is None:
         lines.append(f"  it has no {TOKENIZER_FILE}: its token ids may stand for other text")
@@ -187,7 +187,7 @@ def _retyped(old: Any, new: Any, prefix: str) -> Iterator[str]:
         yield from _retyped(old[key], new[key], f"{prefix}{key}.")
 
 
-def _by_layer(names: Iterable[str]) -> list[str]:
+def _with_joined_layers(names: Iterable[str]) -> list[str]:
     """Join the names of several layers, as in `layers.0,1,2.ffn.up.weight`."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in names:

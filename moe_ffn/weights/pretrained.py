@@ -44,7 +44,12 @@ TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 """Supported dtypes of safetensors; quantised weights have others, and their scales are separate tensors."""
 
 MIN_FILE_BYTES, WEIGHTS_SHARE = 2**28, 1 / 8
@@ -358,9 +363,9 @@ def require_fitting(
 
 
 def require_floating(folder: Path, stored: Mapping[str, str]) -> None:
-    """Raise ConfigError if a weight is stored in a dtype (a name of safetensors) other than `DTYPES`."""
+    """Raise ConfigError if a weight is stored in a dtype other than `SAFETENSORS_DTYPES`."""
     for name, dtype in stored.items():
-        if dtype not in DTYPES:
+        if dtype not in SAFETENSORS_DTYPES:
             raise ConfigError(
                 f"'{folder}' has quantised weights ({show(name)} is {dtype}); give weights in a "
                 "floating-point dtype"

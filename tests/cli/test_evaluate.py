@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ffn.cli.evaluate import counted
+from moe_ffn.cli.evaluate import with_progress
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.evaluation import StridedBatches
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
@@ -141,7 +141,7 @@ def test_a_terminal_sees_how_many_batches_are_done(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    with counted("evaluating", StridedBatches(np.arange(40), 8, 4, 3)) as batches:
+    with with_progress("evaluating", StridedBatches(np.arange(40), 8, 4, 3)) as batches:
         assert len(list(batches)) == 3
     captured = capsys.readouterr()
     assert captured.out == ""

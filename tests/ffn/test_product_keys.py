@@ -21,7 +21,7 @@ from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config import process_memory
 from moe_ffn.config.yaml_files import validate
-from moe_ffn.metrics import ListMetrics, LoadMetrics
+from moe_ffn.metrics import LoadMetrics, PairsOnlyMetrics
 from moe_ffn.outputs import PairsOnlyRouting
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.validate import check_layout
@@ -203,7 +203,7 @@ class Sizes(TorchDispatchMode):
 def test_a_step_makes_nothing_of_the_size_of_e_but_gradients(form: str) -> None:
     num_experts = 2**16
     block = build(config(form, num_experts, capacity={"factor": 2.0})).float()
-    metrics = ListMetrics(num_experts)
+    metrics = PairsOnlyMetrics(num_experts)
     x_BSD = tokens(2, 4).float().requires_grad_()
     names = ("load_balance", "load_balance_sequence", "importance_cv2", "router_z")
     with Sizes({p.shape for p in block.parameters() if len(p) == num_experts}) as step:
@@ -274,11 +274,11 @@ def test_metrics_reject_routings_of_the_other_kind() -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"^LoadMetrics takes a routing with .*, but got PairsOnlyRouting; use ListMetrics$",
+        match=r"^LoadMetrics takes a routing with .*, but got PairsOnlyRouting; use PairsOnlyMetrics$",
     ):
         LoadMetrics(NUM_EXPERTS).update(listed)
     with pytest.raises(
         ValueError,
-        match=r"^ListMetrics takes PairsOnlyRouting, .*; use LoadMetrics and TokenMetrics$",
+        match=r"^PairsOnlyMetrics takes PairsOnlyRouting, .*; use LoadMetrics and TokenMetrics$",
     ):
-        ListMetrics(8).update(tabled)
+        PairsOnlyMetrics(8).update(tabled)

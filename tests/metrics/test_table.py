@@ -75,7 +75,7 @@ def test_shapes_are_those_of_the_axes(make_routing: Any) -> None:
 
 ROOM = Path(metrics.__file__).parent
 CLASSES = {
-    *("CoactivationMetrics", "LanguageMetrics", "ListMetrics"),
+    *("CoactivationMetrics", "LanguageMetrics", "PairsOnlyMetrics"),
     *("LoadMetrics", "TokenMetrics"),
 }
 

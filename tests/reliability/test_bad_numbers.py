@@ -72,7 +72,7 @@ class LeaveOut(Callback):
         assert isinstance(pl_module, LanguageModel)
         if trainer.global_step + 1 == SKIPPED:
             pl_module.zero_grad(set_to_none=True)
-            pl_module.balance_updater.forget()
+            pl_module.balance_updater.reset()
 
 
 @pytest.mark.parametrize(("ffn", "place", "value", "accumulate"), cases(faults(), QUICK))

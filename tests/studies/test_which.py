@@ -295,7 +295,7 @@ def test_flags_become_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     given: list[object] = []
     monkeypatch.setattr(Question, "measured", lambda *args: given.extend(args) or question())
     monkeypatch.setattr(which.Search, "run", lambda self: None)
-    monkeypatch.setattr("moe_ffn.cli.which.show", lambda answer: None)
+    monkeypatch.setattr("moe_ffn.cli.which.print_answer", lambda answer: None)
     (tmp_path / "text").write_text("one")
     assert main(["--data", "text", "--minutes", "5", "--jobs", "1", "--seed", "3"]) == 0
     assert given[:3] == [["text"], 5, 1]

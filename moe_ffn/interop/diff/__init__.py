@@ -23,7 +23,7 @@ from moe_ffn.config.errors import ConfigError, first_line
 from moe_ffn.ffn.base import is_inner, layer_number, short_name
 from moe_ffn.interop.diff.difference import ModelDifference, PositionDifference, two_digits
 from moe_ffn.interop.diff.models import (
-    DTYPES,
+    DTYPE_FLAGS,
     MAX_LENGTH,
     ComparedModel,
     LoadOptions,
@@ -38,7 +38,7 @@ from moe_ffn.interop.routings import watch
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import no_tokenizer
 
-__all__ = ["DTYPES", "ModelDifference", "diff", "two_digits"]
+__all__ = ["DTYPE_FLAGS", "ModelDifference", "diff", "two_digits"]
 
 TOKENS_PER_PASS, LOGITS_PER_PASS = 2048, 2**27
 """Limits on a pass: tokens, and numbers in its logits."""

@@ -47,7 +47,7 @@ from moe_ffn.weights.pretrained import (
     load_tokenizer,
 )
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DTYPE_FLAGS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 THEIR_EXPERTS = ("eager", "batched_mm", "grouped_mm", "moe_ffn")
 """Implementations of the experts in transformers."""
@@ -64,9 +64,9 @@ class LoadOptions:
     """`a` or `b`; messages name the options."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, *DTYPES):
+        if self.dtype not in (None, *DTYPE_FLAGS):
             raise ConfigError(
-                f"--dtype-{self.side}: {show(self.dtype)} is unknown{nearest_or_all(self.dtype, DTYPES)}"
+                f"--dtype-{self.side}: {show(self.dtype)} is unknown{nearest_or_all(self.dtype, DTYPE_FLAGS)}"
             )
 
     def require_experts(self, known: Any) -> None:
@@ -158,7 +158,7 @@ def _load_ours(folder: Path, options: LoadOptions, *, trust_code: bool) -> Compa
         if kind_of(folder / TOKENIZER_FILE) is not None:
             tokenizer = load_tokenizer(folder)
     if options.dtype is not None:
-        decoder.to(DTYPES[options.dtype])
+        decoder.to(DTYPE_FLAGS[options.dtype])
     if options.experts is not None:
         for module in decoder.modules():
             if isinstance(module, MatrixExperts):
@@ -177,7 +177,10 @@ def _load_theirs(folder: Path, options: LoadOptions) -> ComparedModel:
     options.require_experts(THEIR_EXPERTS)
     if options.experts == "moe_ffn":
         register()
-    chosen = {"dtype": DTYPES.get(options.dtype or ""), "experts_implementation": options.experts}
+    chosen = {
+        "dtype": DTYPE_FLAGS.get(options.dtype or ""),
+        "experts_implementation": options.experts,
+    }
     model = load_hf_model(folder, **{key: value for key, value in chosen.items() if value})
     if options.dtype == "float64" and options.experts is None and _sparse_modules(model):
         model.set_experts_implementation("eager")  # other implementations lack float64

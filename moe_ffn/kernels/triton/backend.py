@@ -25,7 +25,7 @@ from moe_ffn.outputs import Plan
 INSTALLED = find_spec("triton") is not None
 MIN_CAPABILITY = 8
 """The compute capability of Ampere; the shared memory of older GPUs is too small for the tiles."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
@@ -57,8 +57,8 @@ def unsupported_reason(x_TD: Tensor, weights: ExpertWeights) -> str | None:
     if is_transform_on():
         return NO_TRANSFORMS
     dtype = compute_dtype(x_TD)
-    if dtype not in DTYPES:
-        return f"takes {', '.join(map(str, DTYPES))}, but got {dtype}; use 'auto'"
+    if dtype not in SUPPORTED_DTYPES:
+        return f"takes {', '.join(map(str, SUPPORTED_DTYPES))}, but got {dtype}; use 'auto'"
     return None
 
 

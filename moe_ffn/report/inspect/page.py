@@ -73,8 +73,8 @@ def findings(inspection: Inspection) -> list[str]:
     if by_token:
         layers = [short_name(name) for name in by_token]
         lines.append(
-            f"The token alone explains {_by_layer([*by_token.values()], layers)} of the first choice, above "
-            "chance."
+            f"The token alone explains {_share_of_each_layer([*by_token.values()], layers)} of the first "
+            "choice, above chance."
         )
     means = {
         attribute.name: fmean(found.values())
@@ -96,7 +96,7 @@ def findings(inspection: Inspection) -> list[str]:
     for kind, shares in sorted(by_kind.items(), key=lambda item: -sum(item[1])):
         chance = max(layer.chance[kind] for layer in judged)
         lines.append(
-            f"Of the units, {_by_layer(shares, layers)} respond to {_WORDS[kind]}; by chance "
+            f"Of the units, {_share_of_each_layer(shares, layers)} respond to {_WORDS[kind]}; by chance "
             + (f"at most {percent_text(chance)}." if chance >= 0.005 else "below 0.5%.")
         )
     return lines
@@ -117,7 +117,7 @@ def absent(inspection: Inspection) -> list[str]:
     ]
 
 
-def _by_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
+def _share_of_each_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
     """Return `65%, 40% (layer 0, 1)`; for more than six shares, their range and mean."""
     if len(shares) > 6:
         low, high, mean = min(shares), max(shares), sum(shares) / len(shares)

@@ -113,8 +113,8 @@ class Advice:
         router, option = info.router, f"model.{info.path}.router.type"
         if not router.learns:
             return f"choose another {option} than '{router.type}', which has nothing to learn"
-        if router.fixed_by is not None:
-            return f"remove model.{info.path}.router.{router.fixed_by}, which fixes where tokens go"
+        if (fixing := router.option_that_fixes_choice) is not None:
+            return f"remove model.{info.path}.router.{fixing}, which fixes where tokens go"
         if router.has_correction_bias:
             return self.objective.bias_rule.advice or raise_loss
         return f"{raise_loss}, or use {option} 'sigmoid_top_k', which balances with a bias"

@@ -32,7 +32,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
     verify,
     write_checkpoint,
 )
-from moe_ffn.training.recovery.guard import first_not_none
+from moe_ffn.training.recovery.guard import first_over_ranks
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class CheckpointKeeper(Checkpointed, Callback):
 
     def _write(self, trainer: Trainer, name: str, save: Callable[[Path], None]) -> str:
         """Write a file by calling `save`, unless a weight is NaN or infinite; return the problem, or ""."""
-        nonfinite = first_not_none(_first_nonfinite(trainer.lightning_module))
+        nonfinite = first_over_ranks(_first_nonfinite(trainer.lightning_module))
         if nonfinite is not None:
             if not self._has_warned_of_nan:
                 self._has_warned_of_nan = True

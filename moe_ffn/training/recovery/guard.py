@@ -138,7 +138,7 @@ def find_nan_source(
     collective: every rank has to call this, and all ranks return the same name.
     """
     name = nonfinite_name(model.state_dict())
-    if source := first_not_none(name and f"the parameter {name}"):
+    if source := first_over_ranks(name and f"the parameter {name}"):
         return source
     for forward in batches:
         losses, name = _forward_and_source(model, forward)
@@ -147,16 +147,16 @@ def find_nan_source(
             # The model's own logits are finite, so the divergence from finite logits would be.
             term = nonfinite_name(terms) or "total"
             name = TEACHER_LOGITS if term == "distillation" else f"the objective's {term}"
-        if source := first_not_none(name):
+        if source := first_over_ranks(name):
             return source
         if gradient_scale is not None:
             name = next(iter(_nonfinite_gradients(model, losses.total * gradient_scale)), None)
-            if source := first_not_none(name and f"the gradient of {name}"):
+            if source := first_over_ranks(name and f"the gradient of {name}"):
                 return source
     return None
 
 
-def first_not_none(name: str | None) -> str | None:
+def first_over_ranks(name: str | None) -> str | None:
     """Return the name from the first rank that has one. A collective: every rank has to call this."""
     if not dist.is_initialized():
         return name

@@ -297,7 +297,7 @@ def test_the_find_of_another_rank_ends_the_search(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     answers = iter([None] * place + ["elsewhere"])
-    monkeypatch.setattr(guard, "first_not_none", lambda name: name or next(answers))
+    monkeypatch.setattr(guard, "first_over_ranks", lambda name: name or next(answers))
     assert find_nan_source(model, [batch(model)]) == "elsewhere"
     assert next(answers, None) is None
 
