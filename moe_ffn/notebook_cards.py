@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import TypeVar
 from urllib.parse import quote
+
+Item = TypeVar("Item")
 
 MAX_ROWS, MAX_COLUMNS = 8, 16
 """Maximum layers and experts in a table of loads."""
@@ -53,10 +56,10 @@ def link(path: str, title: str) -> str:
     return f'<a href="{escape(quote(path))}" style="color:inherit">{escape(title)}</a>'
 
 
-def spread(count: int, max_items: int) -> list[int]:
-    """Return at most `max_items` indices below `count`, evenly spread from the first to the last."""
-    num_items = min(max_items, count)
-    return [index * (count - 1) // max(num_items - 1, 1) for index in range(num_items)]
+def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
+    """Return at most `max_items` items, evenly chosen, with the first and the last."""
+    count, last = min(max_items, len(items)), len(items) - 1
+    return [items[index * last // max(count - 1, 1)] for index in range(count)]
 
 
 def load_heatmap(loads: Mapping[str, Sequence[float]]) -> str:
@@ -64,11 +67,10 @@ def load_heatmap(loads: Mapping[str, Sequence[float]]) -> str:
     than `MAX_COLUMNS` experts are sorted by load, and only some are shown.
     """
     widest = max(map(len, loads.values()))
-    names, cells = list(loads), ""
-    for row in spread(len(names), MAX_ROWS):
-        name, load = names[row], loads[names[row]]
+    cells = ""
+    for name, load in evenly_chosen(list(loads.items()), MAX_ROWS):
         ordered = sorted(load, reverse=True) if widest > MAX_COLUMNS else load
-        ratios = [ordered[column] * len(load) for column in spread(len(load), MAX_COLUMNS)]
+        ratios = [share * len(load) for share in evenly_chosen(ordered, MAX_COLUMNS)]
         cells += f'<span style="grid-column:1;padding-right:.5em">{escape(name)}</span>'
         cells += "".join(map(_load_cell, ratios))
     order = "sorted by load" if widest > MAX_COLUMNS else "in order"
@@ -132,7 +134,7 @@ def curve(values: Sequence[float], name: str) -> str:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    points = [finite[index] for index in spread(len(finite), 80)]
+    points = evenly_chosen(finite, 80)
     low, high, step = min(points), max(points), 200 / max(len(points) - 1, 1)
     heights = [36 - 32 * (value - low) / ((high - low) or 1) for value in points]
     line = "L".join(f"{step * n:.0f} {height:.1f}" for n, height in enumerate(heights))

@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     output = args.output or (first if is_one else first.resolve().parent) / REPORT_FILE
     if args.watch:
         say = partial(print, flush=True)
-        follow_runs(args.runs, output, args.every, say, html_of=html_of_runs)
+        follow_runs(html_of_runs, args.runs, output, args.every, say)
         return 0
-    write_report(args.runs, output, html_of=html_of_runs)
+    write_report(html_of_runs, args.runs, output)
     print(output)
     return 0

@@ -69,6 +69,8 @@ VARIABLES = {
     "TORCHELASTIC_RUN_ID",
 }
 _NUMBERS = VARIABLES - {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
+LAUNCHER_VARIABLES = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
+"""Environment variables of torchrun, SLURM, LSF and MPI, each of which sets one in its processes."""
 
 
 def is_first_rank() -> bool:
@@ -106,6 +108,17 @@ def check_environment(num_nodes: int) -> None:
     if _number(launcher.rank) >= _number(launcher.size):
         why = f"{launcher.rank} must be less than {launcher.size}; correct it"
         raise _launch_error(why, *launcher.variables, *_RANKS)
+
+
+def check_launcher(num_nodes: int) -> None:
+    """Raise ConfigError if a run on several machines was not started by a launcher."""
+    if num_nodes > 1 and not any(name in os.environ for name in LAUNCHER_VARIABLES):
+        raise ConfigError(
+            f"trainer.num_nodes ({num_nodes}): no launcher has started this program, so it would wait for "
+            f"the other machines forever; start it on each with torchrun --nnodes {num_nodes} "
+            "--nproc_per_node DEVICES --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m moe_ffn.cli train, or "
+            "with srun"
+        )
 
 
 def processes_here() -> int | None:

@@ -502,9 +502,9 @@ class Decoder(nn.Module):
             routers |= prefix_names(layer_name(index), cast("DecoderLayer", layer).ffn.routers())
         return routers
 
-    def set_k(self, k_at: Mapping[str, int], option: str = "k_at") -> None:
+    def set_k(self, k_at: Mapping[str, int]) -> None:
         """Use other numbers of experts per token from now on, for evaluation; see `DecoderConfig.with_k`."""
-        self.config = self.config.with_k(k_at, option)
+        self.config = self.config.with_k(k_at)
         infos = self.config.router_infos()
         for name, router in cast("dict[str, Any]", self.routers()).items():
             if name in infos and infos[name].router.with_k(1) is not None:

@@ -23,6 +23,7 @@ from moe_ffn.config.errors import printable
 from moe_ffn.config.numbers import compact, number
 from moe_ffn.ffn.base import short_name
 from moe_ffn.files import write_atomically
+from moe_ffn.notebook_cards import evenly_chosen
 
 OPENING = "<!doctype html>"
 """Beginning of every page."""
@@ -81,6 +82,7 @@ ENVIRONMENT.filters |= {
     "plain": plain,
     # `</script` inside a JavaScript string would end the script.
     "script": lambda source: Markup(source.replace("</script", "<\\/script")),
+    "evenly_chosen": evenly_chosen,
     "short_name": short_name,
     "layer_title": layer_title,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from moe_ffn.config.errors import explaining
@@ -13,23 +14,22 @@ from moe_ffn.runs.reader import Run, read_runs
 
 
 def write_report(
+    html_of: Callable[..., str],
     folders: Sequence[Path],
     output: Path,
     *,
     reload_every: float | None = None,
     has_ended: bool = False,
-    html_of: Callable[..., str] | None = None,
 ) -> list[Run]:
-    """Write the page of these runs atomically, and return the runs.
+    """Write the page of these runs, made by `html_of`, atomically, and return the runs.
 
     The page reloads itself every `reload_every` seconds while a run is in progress. Training has certainly
     ended if `has_ended`; otherwise a run counts as interrupted only after its files have not changed for a
-    long time. `html_of` is by default `report_html`, for one run. Raises ConfigError if a folder is not a
-    run, or `output` cannot be written.
+    long time. Raises ConfigError if a folder is not a run, or `output` cannot be written.
     """
     runs = read_runs(folders, has_ended=has_ended)
     reload_every = reload_every if any(run.is_running for run in runs) else None
-    html = (html_of or report_html)(runs, reload_every=reload_every, output=output)
+    html = html_of(runs, reload_every=reload_every, output=output)
     with explaining(f"'{output}' cannot be written", "choose another file with --output"):
         write_page(output, html)
     return runs
@@ -64,36 +64,35 @@ def report_html(
 
 
 def follow_runs(
+    html_of: Callable[..., str],
     folders: Sequence[Path],
     output: Path,
     every: float,
     say: Callable[[str], None],
-    sleep: Callable[[float], None] | None = None,
-    html_of: Callable[..., str] | None = None,
 ) -> None:
     """Rewrite the page `every` so many seconds until no run is in progress.
 
     Waits for runs that have not begun. The last page never reloads itself. Raises ConfigError if a path
     exists but is not a run, or the page cannot be written.
     """
-    sleep = sleep or time.sleep
+    write = partial(write_report, html_of, folders, output)
     runs: list[Run] = []
     try:
         for folder in folders:
             if not _has_begun(folder):
                 say(f"waiting for {folder}")
             while not _has_begun(folder):
-                sleep(every)
-        runs = write_report(folders, output, reload_every=every, html_of=html_of)
+                time.sleep(every)
+        runs = write(reload_every=every)
         say(f"{output} is kept current; press Ctrl-C to stop")
         while any(run.is_running for run in runs):
-            sleep(every)
-            runs = write_report(folders, output, reload_every=every, html_of=html_of)
+            time.sleep(every)
+            runs = write(reload_every=every)
     except KeyboardInterrupt:
         if not runs:
             say(f"stopped waiting; {output} was not written")
             return
-        write_report(folders, output, html_of=html_of)
+        write()
         say(f"stopped: {output}")
     else:
         interrupted = [run.name for run in runs if run.state == "interrupted"]

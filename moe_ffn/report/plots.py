@@ -13,6 +13,7 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.files import write_atomically
 from moe_ffn.metrics.plotting import TITLE_HEIGHT
 from moe_ffn.metrics.table import RUN_METRICS
+from moe_ffn.notebook_cards import evenly_chosen
 from moe_ffn.report import figures, run_summary
 from moe_ffn.report.drawing import LIGHT
 from moe_ffn.report.html import layer_title, render
@@ -120,7 +121,7 @@ def _coactivations(run: Run) -> list[Plot]:
     if not matrices:
         return []
     max_layers = max(MAX_PAIRS // max(len(matrix) ** 2 for matrix in matrices.values()), 2)
-    chosen = run_summary.evenly_chosen(list(matrices), max_layers)
+    chosen = evenly_chosen(list(matrices), max_layers)
     by_layer = {layer_title(layer): figures.coactivation(run, layer) for layer in chosen}
     plot = choice_of(by_layer, title="Co-activation")
     if len(chosen) < len(matrices):

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.numbers import NONE, counted, finite, number
@@ -15,14 +15,11 @@ from moe_ffn.ffn.base import short_name
 from moe_ffn.metrics.baselines import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, metrics_per_layer, result_columns
-from moe_ffn.notebook_cards import spread
 from moe_ffn.runs.options_in_words import block_of, value_in_words
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.training.config import AlarmsConfig
 from moe_ffn.training.monitoring.json_lines import Alarm
-
-Item = TypeVar("Item")
 
 MAX_COLUMNS = 16
 """Maximum number of experts with a column; more experts are shown in a folded table per layer."""
@@ -304,8 +301,3 @@ def documents(run: Run) -> dict[str, str]:
         "facts.json, beyond the options": json.dumps(facts, indent=2) if facts else "",
     }
     return {name: text for name, text in texts.items() if text}
-
-
-def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
-    """Return at most `max_items` items, evenly chosen, with the first and the last."""
-    return [items[index] for index in spread(len(items), max_items)]

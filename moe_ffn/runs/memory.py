@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.import_path import explaining_custom_errors
@@ -39,10 +40,9 @@ def check_fits(config: TrainConfig, teacher_bytes: int = 0) -> None:
             )
     if not _is_on_cpu(config) or weights * _MAX_COPIES + teacher_bytes <= memory:
         return  # every optimizer fits
-    from moe_ffn.runs.planner import Sizes  # takes half a second, and most runs do not need it
-
     relative_size = {"bf16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
-    state = sum(weight.state_bytes for weight in Sizes.of(config).all)
+    decoder = config.model.build_empty(*config.data.text_sizes)
+    state = sum(optimizer_bytes(config, decoder).values())
     needed = int(relative_size * (2 * weights + state)) + teacher_bytes
     teacher = (
         f", {gigabytes(teacher_bytes)} of them for objective.distill.teacher"
@@ -88,3 +88,19 @@ def _bytes_of_weights(config: TrainConfig) -> int:
 
 def _bytes_of_batch(config: TrainConfig) -> int:
     return config.data.batch_size * config.data.seq_len * _INT64
+
+
+def optimizer_bytes(config: TrainConfig, model: nn.Module) -> dict[int, int]:
+    """Return `id` of a parameter -> bytes of its optimizer state, measured in a step on the meta device."""
+    optimizer = config.optimizer.build(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    return {
+        id(parameter): sum(
+            value.numel() * value.element_size()
+            for value in optimizer.state[parameter].values()
+            if isinstance(value, Tensor) and value.ndim
+        )
+        for parameter in model.parameters()
+    }

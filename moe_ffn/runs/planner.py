@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -24,6 +24,7 @@ from moe_ffn.config.errors import UseCase
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderLayer
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.memory import optimizer_bytes
 from moe_ffn.training.objective import cross_entropy_of
 from moe_ffn.training.parallel.layout import SHARDED_PRECISIONS, Layout
 
@@ -101,7 +102,7 @@ class Sizes:
     @classmethod
     def of(cls, config: TrainConfig) -> Sizes:
         decoder = config.model.build_empty(*config.data.text_sizes)
-        state = _state_bytes(config, decoder)
+        state = optimizer_bytes(config, decoder)
         experts = _expert_parameters(decoder)
 
         def weights(parameters: Iterable[nn.Parameter]) -> tuple[Weight, ...]:
@@ -114,22 +115,6 @@ class Sizes:
     @cached_property
     def all(self) -> tuple[Weight, ...]:
         return (*self.outside, *(weight for layer in self.layers for weight in layer))
-
-
-def _state_bytes(config: TrainConfig, decoder: Decoder) -> dict[int, int]:
-    """Return `id` of a parameter -> bytes of its optimizer state, measured in a step on the meta device."""
-    optimizer = config.optimizer.build(decoder)
-    for parameter in decoder.parameters():
-        parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
-    return {
-        id(parameter): sum(
-            value.numel() * value.element_size()
-            for value in optimizer.state[parameter].values()
-            if isinstance(value, Tensor) and value.ndim
-        )
-        for parameter in decoder.parameters()
-    }
 
 
 def _expert_parameters(decoder: Decoder) -> set[int]:

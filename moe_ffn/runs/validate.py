@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from lightning import Trainer
 
-from moe_ffn.config.environment import check_number_of_processes, is_first_rank
+from moe_ffn.config.environment import check_launcher, check_number_of_processes, is_first_rank
 from moe_ffn.config.errors import ConfigError, UseCase, first_line
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.runs.config import Resume, TrainConfig
@@ -21,9 +20,6 @@ from moe_ffn.runs.json_files import Facts
 from moe_ffn.runs.memory import check_fits
 from moe_ffn.training.config import resolve_precision
 from moe_ffn.training.parallel.layout import SHARDED_PRECISIONS, Layout
-
-LAUNCHER_VARIABLES = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
-"""Environment variables of torchrun, SLURM, LSF and MPI, each of which sets one in its processes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ def require_valid(config: TrainConfig, resume: Resume | None = None) -> Hardware
     _raise_together(
         *([partial(check_run_folder, config)] if resume is None and is_first_rank() else []),
         partial(check_fits, config),
-        partial(_check_launcher, config),
+        partial(check_launcher, config.trainer.num_nodes),
     )
     hardware = find_hardware(config, Facts() if resume is None else resume.facts)
     _raise_together(
@@ -91,17 +87,6 @@ def find_hardware(config: TrainConfig, facts: Facts) -> Hardware:
 
 
 # -- single checks
-
-
-def _check_launcher(config: TrainConfig) -> None:
-    num_nodes = config.trainer.num_nodes
-    if num_nodes > 1 and not any(name in os.environ for name in LAUNCHER_VARIABLES):
-        raise ConfigError(
-            f"trainer.num_nodes ({num_nodes}): no launcher has started this program, so it would wait for "
-            f"the other machines forever; start it on each with torchrun --nnodes {num_nodes} "
-            "--nproc_per_node DEVICES --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m moe_ffn.cli train, or "
-            "with srun"
-        )
 
 
 def _check_precision(hardware: Hardware) -> None:

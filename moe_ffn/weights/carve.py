@@ -5,9 +5,8 @@ T tokens, D model width, F hidden units, R units that are not shared, E routed e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 from pydantic import Field
@@ -25,19 +24,19 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.routing.balanced_assignment import assign
 from moe_ffn.routing.neuron_top_k import NeuronTopKRouterConfig
 from moe_ffn.weights.initialiser import (
-    InitialiserConfig,
+    BlockInitialiserConfig,
+    NewBlocks,
     block_inputs,
     build_block,
     layer_blocks,
     prefix_errors,
-    with_blocks,
 )
 from moe_ffn.weights.upcycle import as_experts
 
 _MAX_ROUNDS = 20
 
 
-class CarveConfig(InitialiserConfig, frozen=True):
+class CarveConfig(BlockInitialiserConfig, frozen=True):
     """Divide a SwiGLU block into experts by its activations (CMoE: Pei et al. 2025, arXiv:2502.04416).
 
     The units that are active most often become a shared expert. The others form clusters of equal size, by
@@ -54,15 +53,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
     active_units: int = Field(default=10, ge=1, le=MAX_COUNT)
     """Number of units per token that count as active; they have the largest absolute activations."""
 
-    needs_text: ClassVar[bool] = True
-
-    @torch.no_grad()
-    def initialise(
-        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
-    ) -> Decoder:
-        (source,) = sources
-        assert ids_BS is not None
-        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+    def new_blocks(self, source: Decoder, ids_BS: Tensor, generator: Generator) -> NewBlocks:
         d_model = source.config.d_model
         for layer, (config, dense) in enumerate(layer_blocks(source)):
             target = self.target(config, d_model, layer)
@@ -71,8 +62,7 @@ class CarveConfig(InitialiserConfig, frozen=True):
                 (units,) = hidden_units(dense, x, context)
                 active.append(most_active(units.activations_NF, self.active_units))
             partition = partition_units(torch.cat(active), self.num_experts, self.num_shared)
-            made[layer] = target, carve(dense, target, d_model, partition, generator)
-        return with_blocks(source, made)
+            yield layer, (target, carve(dense, target, d_model, partition, generator))
 
     def target(self, config: FFNConfig, d_model: int, layer: int) -> MoEConfig:
         """Return the carved layer's config; ConfigError unless a SwiGLU without biases can be divided."""

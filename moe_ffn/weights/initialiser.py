@@ -24,6 +24,8 @@ from moe_ffn.outputs import TokenContext
 
 _BATCH_SIZE = 8
 
+NewBlocks = Iterator[tuple[int, tuple[FFNConfig, FFNBlock]]]
+
 
 class InitialiserConfig(TaggedConfig, frozen=True):
     """Base of the methods that make a model from trained ones."""
@@ -40,6 +42,24 @@ class InitialiserConfig(TaggedConfig, frozen=True):
         """Return a new decoder from one in evaluation mode, or several if `takes_several`, and from tokens of
         the text if `needs_text`; sources are not modified. ConfigError if the method cannot use these models.
         """
+
+
+class BlockInitialiserConfig(InitialiserConfig, frozen=True):
+    """Base of the methods that replace blocks of one model by what they observe on a text."""
+
+    needs_text: ClassVar[bool] = True
+
+    @torch.no_grad()
+    def initialise(
+        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
+    ) -> Decoder:
+        (source,) = sources
+        assert ids_BS is not None
+        return with_blocks(source, dict(self.new_blocks(source, ids_BS, generator)))
+
+    @abstractmethod
+    def new_blocks(self, source: Decoder, ids_BS: Tensor, generator: Generator) -> NewBlocks:
+        """Yield (layer, (config, block)) for each layer whose block is replaced."""
 
 
 def layer_blocks(decoder: Decoder) -> list[tuple[FFNConfig, FFNBlock]]:

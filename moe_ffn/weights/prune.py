@@ -6,7 +6,7 @@ T tokens, D model width, E experts, F hidden units, N pairs, G experts of a grou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,23 +16,23 @@ from torch import Generator, Tensor
 from moe_ffn.balancing.sums import count_pairs
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, import_optional
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, flatten_tokens
+from moe_ffn.ffn.base import FFNConfig, flatten_tokens
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.ffn.networks import networks
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.initialiser import (
-    InitialiserConfig,
+    BlockInitialiserConfig,
+    NewBlocks,
     block_inputs,
     build_block,
     resized_layers,
-    with_blocks,
 )
 
 Criterion = Literal["reap", "frequency", "random"]
 
 
-class PruneConfig(InitialiserConfig, frozen=True):
+class PruneConfig(BlockInitialiserConfig, frozen=True):
     """Keep the experts that are most important on a text, with their router rows.
 
     `reap`: mean of g ||f|| over the tokens of an expert, with router weight g and expert output f
@@ -45,14 +45,7 @@ class PruneConfig(InitialiserConfig, frozen=True):
     by: Criterion = "reap"
     """Criterion that ranks experts; `random` is a baseline."""
 
-    needs_text: ClassVar[bool] = True
-
-    def initialise(
-        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
-    ) -> Decoder:
-        (source,) = sources
-        assert ids_BS is not None
-        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+    def new_blocks(self, source: Decoder, ids_BS: Tensor, generator: Generator) -> NewBlocks:
         for layer, (config, block) in resized_layers(source, self.num_experts).items():
             if self.by == "random":
                 score_E = torch.rand(block.num_experts, generator=generator)
@@ -61,8 +54,7 @@ class PruneConfig(InitialiserConfig, frozen=True):
                 score_E = reap_E if self.by == "reap" else counts_E
             kept = score_E.topk(self.num_experts).indices.sort().values
             pruned = prune_experts(block, config, source.config.d_model, kept, generator)
-            made[layer] = config, pruned
-        return with_blocks(source, made)
+            yield layer, (config, pruned)
 
 
 @torch.no_grad()
@@ -132,7 +124,7 @@ def prune_experts(
 # -- merging
 
 
-class MergeConfig(InitialiserConfig, frozen=True):
+class MergeConfig(BlockInitialiserConfig, frozen=True):
     """Merge each expert into the most similar of the most used experts, by router logits (M-SMoE).
 
     Li et al. 2023, arXiv:2310.01334: hidden units are aligned with the most used expert of each group. Then
@@ -143,15 +135,7 @@ class MergeConfig(InitialiserConfig, frozen=True):
     num_experts: int = Field(default=4, ge=1, le=MAX_COUNT)
     """Number of experts kept in each layer."""
 
-    needs_text: ClassVar[bool] = True
-
-    @torch.no_grad()
-    def initialise(
-        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
-    ) -> Decoder:
-        (source,) = sources
-        assert ids_BS is not None
-        made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
+    def new_blocks(self, source: Decoder, ids_BS: Tensor, generator: Generator) -> NewBlocks:
         for layer, (config, block) in resized_layers(source, self.num_experts).items():
             for info in config.router_infos().values():
                 if info.router.is_pairs_only:
@@ -173,8 +157,8 @@ class MergeConfig(InitialiserConfig, frozen=True):
 
             groups = group_experts(counts_E, products_EE, self.num_experts)
             d_model = source.config.d_model
-            made[layer] = config, merge_experts(block, config, d_model, groups, counts_E, generator)
-        return with_blocks(source, made)
+            merged = merge_experts(block, config, d_model, groups, counts_E, generator)
+            yield layer, (config, merged)
 
 
 def group_experts(counts_E: Tensor, products_EE: Tensor, num_groups: int) -> list[list[int]]:

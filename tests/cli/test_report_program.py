@@ -75,7 +75,7 @@ def reloads(path: Path) -> bool:
     return 'id="reload"' in path.read_text()
 
 
-def test_a_page_follows_its_run_until_the_end() -> None:
+def test_a_page_follows_its_run_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run advances with each look of the watcher."""
     run = Path("run")
     run.mkdir()
@@ -90,7 +90,8 @@ def test_a_page_follows_its_run_until_the_end() -> None:
         if len(seen) == 3:
             (run / "summary.json").write_text('{"validation_loss": 2.0}')
 
-    follow_runs([run], output, 7, said.append, go_on)
+    monkeypatch.setattr("time.sleep", go_on)
+    follow_runs(html_of_runs, [run], output, 7, said.append)
 
     assert seen == [(True, True, False), (True, False, True), (True, False, True)]
     assert said == [
@@ -101,7 +102,7 @@ def test_a_page_follows_its_run_until_the_end() -> None:
     assert "2.0000" in output.read_text()
 
 
-def test_watch_waits_for_a_run_that_has_not_started() -> None:
+def test_watch_waits_for_a_run_that_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     run, said, looks = Path("runs/x"), [], []
 
     def begin(_seconds: float) -> None:
@@ -112,7 +113,8 @@ def test_watch_waits_for_a_run_that_has_not_started() -> None:
             write_run(Path("made"), experts=0, rows=20)
             Path("made").rename(run)
 
-    follow_runs([run], Path("page.html"), 7, said.append, begin)
+    monkeypatch.setattr("time.sleep", begin)
+    follow_runs(html_of_runs, [run], Path("page.html"), 7, said.append)
 
     assert looks == [False, False, True, True]
     assert said == [
@@ -132,18 +134,19 @@ def test_ctrl_c_stops_waiting_for_a_run(monkeypatch: pytest.MonkeyPatch) -> None
     assert program("--watch", "x") == (0, said, "")
 
 
-def test_watch_reports_an_interrupted_run() -> None:
+def test_watch_reports_an_interrupted_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run, said = dense(Path("run"), is_finished=False), []
 
     def fall_silent(_seconds: float) -> None:
         age(run, 5000)
 
-    follow_runs([run], Path("page.html"), 7, said.append, fall_silent)
+    monkeypatch.setattr("time.sleep", fall_silent)
+    follow_runs(html_of_runs, [run], Path("page.html"), 7, said.append)
     assert said[-1] == "run was interrupted: page.html"
     assert not reloads(Path("page.html"))
 
     runs = [run, dense(Path("whole"))]
-    follow_runs(runs, Path("page.html"), 7, said.append, fall_silent, html_of_runs)
+    follow_runs(html_of_runs, runs, Path("page.html"), 7, said.append)
     assert said[-1] == "run was interrupted: page.html"
 
 
@@ -163,9 +166,11 @@ def test_ctrl_c_leaves_a_page_that_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_has_ended_marks_a_silent_run_interrupted_at_once() -> None:
     run = dense(Path("run"), is_finished=False)
-    (shown,) = page.write_report([run], run / "report.html", reload_every=5, has_ended=True)
+    (shown,) = page.write_report(
+        html_of_runs, [run], run / "report.html", reload_every=5, has_ended=True
+    )
     assert shown.state == "interrupted"
     assert not reloads(run / "report.html")
     whole = dense(Path("whole"))
-    (shown,) = page.write_report([whole], whole / "report.html", has_ended=True)
+    (shown,) = page.write_report(html_of_runs, [whole], whole / "report.html", has_ended=True)
     assert shown.state == "finished"

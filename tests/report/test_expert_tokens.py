@@ -25,7 +25,7 @@ from moe_ffn.report.expert_tokens import (
     route_validation,
     stretches,
 )
-from moe_ffn.report.page import write_report
+from moe_ffn.report.page import report_html, write_report
 from tests.helpers import tiny_runs
 from tests.helpers.browser import PHONE, opened
 from tests.helpers.synthetic_run import Written
@@ -193,7 +193,9 @@ def test_a_run_that_lost_its_weights_has_its_page_and_one_sentence(
 def test_an_expert_is_seen_alone_and_a_layer_is_chosen(
     browser: Browser, trained: Path, tmp_path: Path
 ) -> None:
-    write_report([moe_ffn.load_run(trained).folder], tmp_path / "page.html", has_ended=True)
+    write_report(
+        report_html, [moe_ffn.load_run(trained).folder], tmp_path / "page.html", has_ended=True
+    )
     with opened(browser, tmp_path / "page.html", width=PHONE) as found:
         page = found.page
         page.wait_for_selector("html[data-drawn]")

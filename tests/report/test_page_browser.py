@@ -68,7 +68,7 @@ def page_of(tmp_path_factory: pytest.TempPathFactory) -> Pages:
     def written(name: str) -> Path:
         names = ["moe", "dense", "interrupted"] if name == "overlay" else [name]
         folders = [make_run(run) for run in names]
-        write_report(folders, where / f"{name}.html", html_of=html_of_runs)
+        write_report(html_of_runs, folders, where / f"{name}.html")
         return where / f"{name}.html"
 
     return written
@@ -272,7 +272,7 @@ def test_losses_are_looked_at_over_flops(overlay: Opened) -> None:
 def test_a_reloading_page_keeps_its_scroll_position(browser: Browser, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", layers=8, experts=4, rows=40, is_finished=False)
     output = tmp_path / "report.html"
-    write_report([run], output, reload_every=1)
+    write_report(report_html, [run], output, reload_every=1)
     with drawn(browser, output) as found:
         page = found.page
         page.select_option("select", label="layer 3")

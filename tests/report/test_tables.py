@@ -18,10 +18,10 @@ from rich.console import Console
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.metrics.plotting import label
 from moe_ffn.metrics.table import RUN_METRICS
+from moe_ffn.notebook_cards import evenly_chosen
 from moe_ffn.report import figures as functions
 from moe_ffn.report.drawing import average, rounded
 from moe_ffn.report.figures import NotMeasuredError
-from moe_ffn.report.run_summary import evenly_chosen
 from moe_ffn.report.tables import load_table, model_table, print_results, unused_experts
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.json_files import Summary, plain_values

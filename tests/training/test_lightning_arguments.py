@@ -12,11 +12,12 @@ import pytest
 from lightning import Trainer
 from pydantic import ValidationError
 
+from moe_ffn.config.environment import LAUNCHER_VARIABLES
 from moe_ffn.config.errors import ConfigError, explain
 from moe_ffn.runs.assemble import make_token_data
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.json_files import Facts
-from moe_ffn.runs.validate import LAUNCHER_VARIABLES, require_valid
+from moe_ffn.runs.validate import require_valid
 from moe_ffn.training.config import TrainerConfig
 from tests.helpers.fitted import OWN_BLOCK, Fit, Fitted
 

@@ -20,7 +20,7 @@ from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.files import reason, write_atomically
 from moe_ffn.metrics.baselines import ngram_loss, unigram_loss
-from moe_ffn.report.page import write_report
+from moe_ffn.report.page import report_html, write_report
 from moe_ffn.report.tables import print_results
 from moe_ffn.runs import assemble
 from moe_ffn.runs import folder as run_folder
@@ -169,7 +169,7 @@ def write_model(run: TrainingRun) -> None:
 def add_report(folder: Path) -> bool:
     """Write the page of a run that has ended; a failure is a warning. False if it cannot be written."""
     try:
-        write_report([folder], folder / run_folder.REPORT_FILE, has_ended=True)
+        write_report(report_html, [folder], folder / run_folder.REPORT_FILE, has_ended=True)
     except Exception as error:  # an error in the page must not fail a finished run
         cause = error.__cause__
         why = reason(cause) if isinstance(cause, OSError) else first_line(error)
