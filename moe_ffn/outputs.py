@@ -269,16 +269,13 @@ class AlwaysRouting(VariableKRouting):
 
     def choices(self) -> Self:
         num_experts, num_listed = self.num_experts - self.num_always, self.expert_ids_N.shape[0]
-        k = num_listed // max(self.num_tokens, 1)
-        is_always_TK = (self.expert_ids_N >= num_experts).view(-1, max(k, 1))
-        # The sort keeps shapes independent of the data; `num_always` pairs of each token come last.
-        order_TK = is_always_TK.to(torch.uint8).argsort(dim=1, stable=True)[
-            :, : k - self.num_always
-        ]
-        starts_T1 = torch.arange(0, num_listed, max(k, 1), device=order_TK.device).unsqueeze(-1)
-        pairs_N = (starts_T1 + order_TK).flatten()
+        k = num_listed // max(
+            self.num_tokens, 1
+        )  # of every token, those of `num_always` are the last
         parts = {
-            field.name: value[pairs_N] if field.name.endswith("_N") else value[:, :num_experts]
+            field.name: value[:, :num_experts]
+            if field.name.endswith("_TE")
+            else value.reshape(self.num_tokens, k)[:, : k - self.num_always].flatten()
             for field in fields(self)
             if field.name.endswith(("_N", "_TE"))
             and isinstance(value := getattr(self, field.name), Tensor)

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             pass  # its messages name the flag
         use_threads_of_a_run(args.jobs)
         say("timing the candidates to choose their width")
-        question = Question.measured(args.data, args.minutes, args.jobs, say, args.seed)
+        question = Question.measured(args.data, args.minutes, args.jobs, say, args.seed or 0)
         with explaining(f"'{folder}' cannot be written", "choose another --name"):
             make_folder(folder)
             write_atomically(folder / QUESTION_FILE, to_yaml(question))
@@ -76,7 +76,7 @@ def _parser() -> Parser:
         default=1 if torch.cuda.is_available() else num_cores(),
     )
     meaning = "seed of the first run (default: 0); the others of a search are N+1 to N+6"
-    parser.add("--seed N", meaning, type=whole(0, 1_000_000), default=0)
+    parser.add("--seed N", meaning, type=whole(0, 1_000_000))
     parser.add("--resume FOLDER", "resume a search")
     return parser
 
@@ -84,9 +84,9 @@ def _parser() -> Parser:
 def _begin(args: Any) -> tuple[Path, Question | None]:
     """Return the folder of the runs, and the question to resume; ConfigError for a mistake in the flags."""
     if args.resume is not None:
-        if args.data or args.minutes:
+        if args.data or args.minutes or args.seed is not None:
             raise ConfigError(
-                "--resume: the search has its text and time; remove --data and --minutes"
+                "--resume: the search has its text, time and seed; remove --data, --minutes and --seed"
             )
         file = args.resume / QUESTION_FILE
         if not file.is_file():

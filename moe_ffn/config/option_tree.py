@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import UnionType
@@ -351,9 +352,9 @@ def nest_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _as_options(value: Any) -> Mapping[str, Any] | None:
-    """Return a mapping unchanged, and `swiglu` as `{type: swiglu}`; None for any other value, such as
-    `00:01:00:00`, since a type has at most one colon.
+    """Return a mapping unchanged, and `swiglu` as `{type: swiglu}`; None for any other value, such as the
+    duration `00:01:00:00`.
     """
-    if isinstance(value, str) and value.count(":") < 2:
+    if isinstance(value, str) and not re.fullmatch(r"[0-9:]+", value):
         return {"type": value}
     return value if isinstance(value, Mapping) else None

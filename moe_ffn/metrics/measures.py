@@ -40,7 +40,7 @@ class LayerBatch:
 
     @cached_property
     def pairs_BE(self) -> Tensor:
-        return pairs_per_sequence(self.routing.choices())
+        return pairs_per_sequence(self.routing)
 
     @cached_property
     def scores_TE(self) -> Tensor:
@@ -106,15 +106,7 @@ def count_of(
 
 PAIRS = count_of("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
 DROPPED = count_of("num_dropped", lambda b: (b.routing.dropped_N & b.routing.active_N).sum())
-NUM_PAIRS = count_of("num_pairs", lambda b: b.routing.choices().active_N.sum())
-NUM_ALWAYS = Statistic(
-    "num_always",
-    lambda b: torch.tensor(
-        b.routing.num_experts - b.routing.choices().num_experts, device=b.routing.dropped_N.device
-    ),
-    dtype=torch.int64,
-    reduce="max",
-)
+NUM_PAIRS = count_of("num_pairs", lambda b: b.routing.active_N.sum())
 TOKENS = count_of("num_tokens", lambda b: b.num_tokens)
 SEQUENCES = count_of("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
 CHOSEN_TOGETHER = count_of("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
@@ -138,24 +130,19 @@ def load_from_counts(pairs_E: Tensor) -> Tensor:
     return pairs_E / pairs_E.sum().clamp(min=1)
 
 
-def load_of_choices(pairs_E: Tensor, num_always: Tensor) -> Tensor:
-    """Return the load without the experts that process every token, which are the last ones."""
-    return load_from_counts(pairs_E[: len(pairs_E) - int(num_always)])
-
-
 def total_capacity(batch: LayerBatch) -> Tensor:
     """Return the maximum number of pairs of all experts together; 0 without a capacity."""
     if batch.expert_capacity is None:
         return torch.zeros_like(batch.num_tokens)
-    return batch.expert_capacity * batch.routing.choices().num_experts
+    return batch.expert_capacity * batch.routing.num_experts
 
 
 TOTAL_CAPACITY = count_of("total_capacity", total_capacity)
 
 
-def capacity_used(num_pairs: Tensor, num_dropped: Tensor, total_capacity: Tensor) -> Tensor:
+def capacity_used(pairs_E: Tensor, num_dropped: Tensor, total_capacity: Tensor) -> Tensor:
     """Return the computed pairs as a share of the total capacity; nan without a capacity."""
-    used = (num_pairs - num_dropped) / total_capacity
+    used = (pairs_E.sum() - num_dropped) / total_capacity
     return used.where(total_capacity > 0, torch.nan)
 
 

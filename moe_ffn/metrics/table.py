@@ -31,7 +31,6 @@ from moe_ffn.metrics.functional import (
 from moe_ffn.metrics.measures import (
     CHOSEN_TOGETHER,
     DROPPED,
-    NUM_ALWAYS,
     NUM_PAIRS,
     PAIRS,
     SEQUENCES,
@@ -45,7 +44,6 @@ from moe_ffn.metrics.measures import (
     count_of,
     entropy_of_mean,
     load_from_counts,
-    load_of_choices,
     per_token,
     row_rank_violation,
     shared_share_times_tokens,
@@ -158,9 +156,7 @@ LAYER_METRICS = _table(
         healthy_range=(0, 1),
         source="[2024](https://arxiv.org/abs/2408.15664)",
         measured="every batch",
-        measure=Measure(
-            lambda *counts: max_violation(load_of_choices(*counts)), (PAIRS, NUM_ALWAYS)
-        ),
+        measure=Measure(lambda pairs_E: max_violation(load_from_counts(pairs_E)), (PAIRS,)),
         label="MaxVio",
     ),
     Metric(
@@ -171,7 +167,7 @@ LAYER_METRICS = _table(
         formula="standard deviation of the experts' loads over their mean",
         healthy="near 0; at most sqrt(E / k - 1)",
         measured="every batch",
-        measure=Measure(lambda *counts: load_cv(load_of_choices(*counts)), (PAIRS, NUM_ALWAYS)),
+        measure=Measure(lambda pairs_E: load_cv(load_from_counts(pairs_E)), (PAIRS,)),
     ),
     Metric(
         key="dropped_fraction",
@@ -279,7 +275,8 @@ LAYER_METRICS = _table(
         healthy="near 1 / capacity factor",
         requires="a capacity",
         measured="every batch",
-        **_for_both(Measure(capacity_used, (NUM_PAIRS, DROPPED, TOTAL_CAPACITY))),
+        measure=Measure(capacity_used, (PAIRS, DROPPED, TOTAL_CAPACITY)),
+        pairs_only_measure=Measure(capacity_used, (NUM_PAIRS, DROPPED, TOTAL_CAPACITY)),
     ),
     Metric(
         key="experts_per_token",

@@ -5,14 +5,14 @@ T tokens, D model width, E experts, K listed experts per token
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.outputs import AlwaysRouting, Routing, TokenContext
+from moe_ffn.outputs import AlwaysRouting, Routing, TokenContext, VariableKRouting
 from moe_ffn.routing.base import Router, routing_of_pairs
 from moe_ffn.routing.top_k import BaseTopKRouter, TopKOptionsConfig
 
@@ -95,13 +95,15 @@ class ElasticTopKRouter(BaseTopKRouter):
         # The last experts are those of `num_always`.
         chosen_TK = ((ranks_K < k_of_step) | (ranks_K >= self.k)).expand_as(expert_ids_TK)
         weights_TK = torch.where(chosen_TK, scores_TE.gather(-1, expert_ids_TK), 0)
+        fields: dict[str, Any] = {"kind": VariableKRouting}
+        if num_always := self.config.num_always:
+            fields = {"kind": AlwaysRouting, "num_always": num_always}
         return routing_of_pairs(
             self.normalized(weights_TK, expert_ids_TK),
             expert_ids_TK,
             logits_TE,
             scores_TE,
             context,
-            kind=AlwaysRouting,
             selected_N=chosen_TK.flatten(),
-            num_always=self.config.num_always,
+            **fields,
         )

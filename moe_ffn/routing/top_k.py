@@ -102,7 +102,8 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     """Rank experts by score or by logit (plus the correction bias); the weight is the score either way."""
     num_always: int = Field(default=0, ge=0, le=MAX_COUNT)
     """The last n experts process every token, in addition to its k chosen ones. All k + n weights are
-    normalised together. These are shared experts within the router (Inkling)."""
+    normalised together. These are shared experts within the router (Inkling); they have no capacity, and
+    nothing balances them."""
     token_table: TokenTableConfig | None = None
     """Look up each token's k experts in a fixed table by token id; the router's scores only set the weights.
     Off by default."""

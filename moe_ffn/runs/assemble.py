@@ -101,7 +101,9 @@ def make_callbacks(
 ) -> RunCallbacks:
     """Return the callbacks that log, sample, save (with the id of the run), and end a run early."""
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
-    rules = AlarmRules(config.logging.alarms, advice)
+    routers = {name: info.router for name, info in config.model.router_infos().items()}
+    num_always = {name: getattr(router, "num_always", 0) for name, router in routers.items()}
+    rules = AlarmRules(config.logging.alarms, advice, num_always)
     checkpoints = CheckpointKeeper(
         folder / CHECKPOINTS_FOLDER,
         config.checkpoints,

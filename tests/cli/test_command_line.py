@@ -48,6 +48,11 @@ MERGES = {
         "{max_time: {hours: 2}}",
         "{max_time: {hours: 2}}",
     ),
+    "options over a path with a colon": (
+        "{f: '/a:b/my.py:Own'}",
+        "{f: {d_ff: 64}}",
+        "{f: {type: '/a:b/my.py:Own', d_ff: 64}}",
+    ),
     "a type where none was named": (
         "{f: {d_ff: 64}}",
         "{f: {type: glu}}",

@@ -48,16 +48,6 @@ def measure(
     return values
 
 
-def test_experts_that_process_every_token_are_not_imbalance(make_routing: Any) -> None:
-    routing = make_routing([[0, 3], [1, 3], [2, 3]], 4, num_always=1)
-    values = measure(4, routing, factors=(1.5,))  # C = ceil(1.5 * 3 / 3) = 2
-    assert values["load"].tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
-    for name in ("max_violation", "load_cv", "sequence_max_violation"):
-        assert values[name].item() == pytest.approx(0, abs=1e-6), name
-    assert values["load_balance"].item() == pytest.approx(1)
-    assert values["capacity_used"].item() == pytest.approx(3 / 6)
-
-
 def test_values_are_means_over_batches(make_routing: Any) -> None:
     values = measure(
         2,

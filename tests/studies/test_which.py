@@ -250,7 +250,8 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
             r"^'runs/wrong/which.yaml': jobs: .*\n'runs/wrong/which.yaml': width: must be a whole number",
         ),
         (["--resume", "runs/old"], r"'runs/old' has no which.yaml; give the folder of a search"),
-        (["--resume", "runs/old", "--minutes", "5"], r"remove --data and --minutes"),
+        (["--resume", "runs/old", "--minutes", "5"], r"remove --data, --minutes and --seed"),
+        (["--resume", "runs/old", "--seed", "0"], r"remove --data, --minutes and --seed"),
     ],
 )
 def test_a_mistake_is_one_sentence(argv: list[str], message: str, tmp_path: Path) -> None:

@@ -253,6 +253,7 @@ def test_an_option_that_ours_does_not_compute_is_named(
         ("qwen3_moe", {"sliding_window": 16, "use_sliding_window": False}),
         ("mistral-window", {"use_sliding_window": False}),
         ("gpt_oss", {"use_sliding_window": False}),
+        ("dots1-biases-groups-window", {"use_sliding_window": False}),
         ("llama", {"rope_scaling": None, "partial_rotary_factor": 1.0}),
         ("llama", {"hidden_act": "swish"}),
     ],

@@ -125,9 +125,22 @@ class AlarmRules(Checkpointed):
 
     in_checkpoint = ("_losses",)
 
-    def __init__(self, config: AlarmsConfig, advice: AlarmAdviser) -> None:
+    def __init__(
+        self,
+        config: AlarmsConfig,
+        advice: AlarmAdviser,
+        num_always: Mapping[str, int] | None = None,
+    ) -> None:
+        """Create the rules.
+
+        Args:
+            config: limits.
+            advice: gives the option to change against each kind of alarm.
+            num_always: layer -> number of its last experts, which process every token.
+        """
         self.config = config
         self.advice = advice
+        self.num_always = num_always or {}
         self._losses: deque[float] = deque(maxlen=ROWS_OF_MEDIAN)
         self._lasted: dict[_Problem, int] = {}
         self._last_seen: dict[_Problem, int] = {}
@@ -142,7 +155,7 @@ class AlarmRules(Checkpointed):
         """
         problems: dict[_Problem, str] = {("loss_spike", None): self._spike(loss)}
         for layer, values in routing.items():
-            messages = dict(self._layer_problems(values))
+            messages = dict(self._layer_problems(layer, values))
             for kind in LASTING:
                 lasted = self._lasted.get((kind, layer), 0) + num_steps if kind in messages else 0
                 self._lasted[kind, layer] = lasted
@@ -204,7 +217,7 @@ class AlarmRules(Checkpointed):
             f"{baseline:.3f} (limit {self.config.loss_spike:g})"
         )
 
-    def _layer_problems(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
+    def _layer_problems(self, layer: str, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
         limits = self.config
         if broken := int(values["nonfinite_tokens"]):
             yield "nonfinite_logits", f"{broken} tokens reached the router with NaN or infinity"
@@ -213,19 +226,24 @@ class AlarmRules(Checkpointed):
         if largest > (limit := limits.router_logit):
             yield "exploding_logits", f"a router logit of {largest:.3g} (limit {limit:g})"
         if "load" in values:  # absent for a router that lists pairs
-            yield from self._load_problems(values)
+            yield from self._load_problems(values, self.num_always.get(layer, 0))
         dropped = values["dropped_fraction"].item()
         if dropped > (limit := limits.dropped_fraction):
             yield "dropped", f"{dropped:.0%} of the pairs are dropped (limit {limit:.0%})"
 
-    def _load_problems(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
+    def _load_problems(
+        self, values: RoutingValues, num_always: int
+    ) -> Iterator[tuple[AlarmKind, str]]:
         limits = self.config
         load, violation = values["load"].tolist(), values["max_violation"].item()
         if dead := int(values["dead_experts"]):
             message = f"{dead} of {len(load)} experts had no token in {limits.after_steps} steps"
             yield "dead_experts", message
-        limit = limits.max_violation(len(load), values["experts_per_token"].item())
-        if violation > limit:
-            busiest = max(range(len(load)), key=load.__getitem__)
+        k = values["experts_per_token"].item() - num_always
+        chosen = load[: len(load) - num_always]
+        if num_always:
+            violation = max(chosen) * len(chosen) / max(sum(chosen), 1e-9) - 1
+        if violation > (limit := limits.max_violation(len(chosen), k)):
+            busiest = max(range(len(chosen)), key=chosen.__getitem__)
             share = f"expert {busiest} takes {load[busiest]:.0%} of the pairs"
             yield "collapse", f"{share}, MaxVio {violation:.2f} (limit {limit:.2f})"

@@ -96,7 +96,9 @@ class CheckpointKeeper(Checkpointed, Callback):
         self._failures = WriteFailures(folder)
         self._should_stop = False  # true if early stopping had ended the run at the newest save
         self._has_warned_of_nan = False
-        self._replaced_loss = float("-inf")  # of `best.ckpt`, infinite if its step is trained again
+        self._loss_in_file = float(
+            "-inf"
+        )  # of `best.ckpt`; infinite if its weights are of no step of the run
 
     def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
         """Return True after the last batch of an optimizer step, unless a validation follows."""
@@ -107,14 +109,13 @@ class CheckpointKeeper(Checkpointed, Callback):
         # If early stopping ended the run, training continues only with a larger patience or without the rule.
         is_spent = any(c.wait_count >= c.patience for c in trainer.early_stopping_callbacks)
         trainer.should_stop = trainer.should_stop or (self._should_stop and is_spent)
-        is_outdated = False
+        loss = self._loss_in_file
         if trainer.is_global_zero:
-            is_outdated = self._has_later_best(trainer.global_step)
+            loss = self._read_loss_of_best(trainer.global_step)
             with suppress(OSError):
                 remove_unfinished(self.folder)
                 remove_unused_shards(self.folder)
-        if trainer.strategy.broadcast(is_outdated):
-            self._replaced_loss = float("inf")
+        self._loss_in_file = trainer.strategy.broadcast(loss)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -124,12 +125,12 @@ class CheckpointKeeper(Checkpointed, Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss = float(trainer.callback_metrics["validation/loss"])
-        if loss < max(self.best_loss, self._replaced_loss):
+        if loss < max(self.best_loss, self._loss_in_file):
             if self._write(trainer, BEST_NAME, partial(self._save_weights, trainer, loss)):
                 self.missed_loss = min(loss, self.missed_loss)
             else:
                 self.best_loss = min(loss, self.best_loss)
-                self._replaced_loss = min(loss, self._replaced_loss)
+                self._loss_in_file = min(loss, self._loss_in_file)
                 self.missed_loss = self.missed_loss if self.lacks_best else float("inf")
         if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
             self.save(trainer)
@@ -178,11 +179,15 @@ class CheckpointKeeper(Checkpointed, Callback):
             return step >= self._failed_step + self._retry_after
         return step % self._every == 0
 
-    def _has_later_best(self, step: int) -> bool:
-        """Return True if `best.ckpt` is of a step after this one, which a resumed run trains again."""
+    def _read_loss_of_best(self, step: int) -> float:
+        """Return the loss of `best.ckpt`; infinite if a resumed run trains its step again, or had trained on
+        without it; -infinite if there is no such file.
+        """
         with suppress(CheckpointError):
-            return read_checkpoint(self.folder / BEST_NAME)["global_step"] > step
-        return False
+            best = read_checkpoint(self.folder / BEST_NAME)
+            is_outdated = best["global_step"] > step or best["validation_loss"] < self.best_loss
+            return float("inf") if is_outdated else best["validation_loss"]
+        return float("-inf")
 
     def _save_weights(self, trainer: Trainer, validation_loss: float, path: Path) -> None:
         values = {

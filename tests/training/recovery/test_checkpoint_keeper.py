@@ -161,6 +161,30 @@ def test_the_best_of_steps_that_are_trained_again_is_replaced(
     assert read_checkpoint(folder / "best.ckpt")["global_step"] == (9 if replaced else 6)
 
 
+def test_the_best_is_replaced_also_after_a_second_interruption(make: Make, folder: Path) -> None:
+    def resumed(state: Any, step: int) -> Any:
+        run = make(every_n_steps=100)
+        run.keeper.load_state_dict(state)
+        run.global_step = step
+        trainer: Any = run
+        run.keeper.on_train_start(trainer, trainer.lightning_module)
+        return run
+
+    dead = make(every_n_steps=100)
+    dead.validate(4, loss=2.0)
+    saved = dead.keeper.state_dict()
+    dead.validate(6, loss=1.0)
+    second = resumed(saved, step=5)  # interrupted again at step 7, before a validation
+    third = resumed(second.keeper.state_dict(), step=7)
+    third.validate(8, loss=3.0)
+    assert read_checkpoint(folder / "best.ckpt")["global_step"] == 8
+    fourth = resumed(third.keeper.state_dict(), step=8)
+    fourth.validate(9, loss=2.5)
+    assert read_checkpoint(folder / "best.ckpt")["global_step"] == 9, (
+        "2.5 is lower than 3.0 of the file"
+    )
+
+
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_the_good_ones_stay_where_the_newest_is_damaged(
     make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int
