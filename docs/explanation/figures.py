@@ -21,11 +21,11 @@ import torch
 
 from moe_ffn import DecoderConfig, build_ffn, load_balancing_loss
 from moe_ffn.cli.demo import MODEL
-from moe_ffn.cli.generate import load_decoder
-from moe_ffn.cli.trace import trace_folder
 from moe_ffn.ffn.networks import hidden_units
+from moe_ffn.report.trace import trace_text
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.gather import gather
+from moe_ffn.weights.init_from import load_decoder
 
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER.parent / "studies"
@@ -385,7 +385,7 @@ def draw_over_sizes(
 @torch.no_grad()
 def draw_specialisation(panel: Panel) -> None:
     """Draw how far the loads of experts differ between two texts, for each layer of the shipped model."""
-    decoder, tokenizer = load_decoder(MODEL, trust_code=False)
+    decoder, tokenizer = load_decoder(MODEL)
     code = "".join(p.read_text("utf-8") for p in sorted(Path("moe_ffn/kernels/native").glob("*.h")))
     english = Path("LICENSE").read_text("utf-8")
 
@@ -457,9 +457,8 @@ def claims() -> Drawing:
 def overview() -> Drawing:
     """Draw the picture of the README: the expert of each token, and losses of blocks."""
     drawing, width, height = Drawing(1000, 262), 42, 36
-    trace = trace_folder(
-        MODEL, b"int size; /* the size of the list */ return size;", None, trust_code=False
-    )
+    text = b"int size; /* the size of the list */ return size;"
+    trace = trace_text(MODEL, *load_decoder(MODEL), text)
     drawing.text((24, 34), "Each token's first-choice expert, layer by layer", kind="title")
     for column, token in enumerate(trace.tokens):
         left = 72 + width * column

@@ -24,7 +24,6 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from moe_ffn.cli.exit import EXIT_FAILED
-from moe_ffn.cli.generate import load_decoder
 from moe_ffn.cli.parser import (
     Parser,
     json_file,
@@ -55,6 +54,7 @@ from moe_ffn.report.inspect.text import text_of_run
 from moe_ffn.runs.reader import load_run
 from moe_ffn.runs.texts import read_text_bytes
 from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.weights.init_from import load_decoder
 from moe_ffn.weights.pretrained import is_model_folder
 
 STYLES: dict[Verdict, str] = {"fail": "bold red", "warn": "yellow", "pass": "green", "skip": "dim"}
@@ -169,7 +169,7 @@ def load_target(
         )
     model: Any
     num_steps = None
-    if is_transformers_folder(folder) and not is_model_folder(folder):
+    if is_transformers_folder(folder):
         model, info = load_with_info(folder, accepts_encoder=True)
         encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
         batch = _batch(encode, text, num_tokens, max_length_of(model))

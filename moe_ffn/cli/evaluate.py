@@ -33,7 +33,6 @@ from rich.table import Table
 from torch import Tensor
 
 from moe_ffn.cli.command_line import parse_overrides
-from moe_ffn.cli.generate import load_decoder
 from moe_ffn.cli.parser import (
     Parser,
     json_file,
@@ -64,7 +63,7 @@ from moe_ffn.runs.texts import prepare_data, tokens_of_path
 from moe_ffn.training.distillation import ANSWERS_SUFFIX, StoredAnswers, digests_of, write_answers
 from moe_ffn.training.evaluation import Evaluation, StridedBatches, evaluate, top_answers
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.weights.init_from import sha256_of_weights
+from moe_ffn.weights.init_from import load_decoder, sha256_of_weights
 from moe_ffn.weights.pretrained import is_model_folder, naming_failures
 
 _DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache_dir")

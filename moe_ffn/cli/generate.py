@@ -23,23 +23,16 @@ from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.base import help_texts
 from moe_ffn.config.errors import ConfigError, command, printable
 from moe_ffn.config.option_tree import show_value
-from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_value, validate
-from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.kernels.native.build import compile_kernels
-from moe_ffn.model.decoder import Decoder, DecoderOutput
+from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.report.trace import check_routes, trace_of_decoder
 from moe_ffn.report.trace_view import table
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
-from moe_ffn.runs.reader import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, encode_text, stream_texts
-from moe_ffn.weights.pretrained import (
-    TOKENIZER_FILE,
-    is_model_folder,
-    load_pretrained,
-    load_tokenizer,
-)
+from moe_ffn.weights.init_from import load_decoder
+from moe_ffn.weights.pretrained import is_model_folder
 
 log = logging.getLogger(__name__)
 
@@ -101,21 +94,6 @@ def main(argv: Sequence[str]) -> int:
         console.print()
         console.print(table(trace, console.width))
     return 0
-
-
-def load_decoder(folder: Path, *, trust_code: bool) -> tuple[Decoder, Tokenizer]:
-    """Load a model folder, or the best weights of a run, and its tokenizer."""
-    if is_model_folder(folder):
-        decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
-        if tokenizer.vocab_size > decoder.embedding.num_embeddings:
-            raise ConfigError(
-                f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
-                f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
-            )
-        return decoder, tokenizer
-    with accepting_code(trust_code):
-        run = load_model(folder)
-    return run.decoder, run.tokenizer
 
 
 def _print_text(text: str) -> None:

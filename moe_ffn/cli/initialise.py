@@ -11,64 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 
 from moe_ffn.cli.command_line import parse_flags
 from moe_ffn.cli.parser import Parser
-from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import ConfigError, command
-from moe_ffn.data.batches import TrainBatches
-from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights import InitialiserConfig, UpcycleConfig
-from moe_ffn.weights.init_from import Source, export_report, read_source
+from moe_ffn.weights.init_from import export_report, read_source
+from moe_ffn.weights.initialiser import CalibrationConfig
 from moe_ffn.weights.pretrained import require_replaceable, save_pretrained
 
 _NUM_COMPARED = 8
 """Number of sequences on which the logits of both models are compared."""
-
-
-class CalibrationConfig(Config, frozen=True):
-    """Text on which a method computes statistics of the source."""
-
-    data: DataConfig | None = None
-    """Text and sequence length; the tokenizer is the source's; null: the data of the source's run."""
-    num_tokens: int = Field(default=65_536, ge=1, le=MAX_COUNT)
-    """Tokens of the training split to read, in whole sequences."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed for random numbers and for the choice of sequences."""
-
-    def prepared(self, source: Source) -> tuple[DataConfig, PreparedData]:
-        """Return data options with sequences no longer than the source's, and the text in its tokens.
-
-        Raises ConfigError if no text is given, it cannot be read, or the source has no tokenizer.
-        """
-        config = self.data
-        if config is not None:
-            config = config.model_copy(update={"tokenizer": source.tokenizer_config})
-        elif source.data is not None:
-            config = source.data
-        else:
-            raise ConfigError(
-                f"data: '{source.folder}' does not name its training text; give a text, such as "
-                "--data.corpus '{type: text, paths: [FOLDER]}', or the folder of a run as the source"
-            )
-        seq_len = min(config.seq_len, source.decoder.max_seq_len)
-        config = config.model_copy(update={"seq_len": seq_len})
-        data = prepare(config)
-        source.require_same_tokens(data.tokenizer)
-        return config, data
-
-    def ids(self, config: DataConfig, data: PreparedData) -> Tensor:
-        """Return tokens of the training split, (B, S)."""
-        count = max(1, self.num_tokens // config.seq_len)
-        batches = TrainBatches(data.train, seq_len=config.seq_len, batch_size=count, seed=self.seed)
-        return batches[0].input_ids
-
-    @property
-    def generator(self) -> Generator:
-        return Generator().manual_seed(self.seed)
 
 
 class InitialiseConfig(CalibrationConfig, frozen=True):

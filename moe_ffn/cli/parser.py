@@ -247,6 +247,17 @@ def write_output(option: str, path: Path, text: str, label: str = "written") -> 
     print(f"{label}: {path}")
 
 
+def text_from_flag(argument: str) -> bytes:
+    """Return the bytes of `--text`; `-` reads standard input."""
+    if argument == "-":
+        text = sys.stdin.buffer.read()
+    else:  # Python decodes argument bytes that are not UTF-8 as surrogates
+        text = argument.encode("utf-8", "surrogateescape")
+    if not text:
+        raise ConfigError("--text: is empty; give some text: --text 'import os'")
+    return text
+
+
 _MIN_WIDTH = 30
 """Minimum width of the second of two columns, in characters."""
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_ffn.cli.command_line import parse_flags
-from moe_ffn.cli.initialise import CalibrationConfig
 from moe_ffn.cli.parser import Parser, json_file, write_json
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, command
@@ -24,6 +23,7 @@ from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.evaluation import evaluate
 from moe_ffn.weights import MergeConfig, PruneConfig
 from moe_ffn.weights.init_from import read_source
+from moe_ffn.weights.initialiser import CalibrationConfig
 
 Method = Literal["reap", "frequency", "random", "merge"]
 

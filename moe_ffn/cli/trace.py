@@ -7,15 +7,13 @@ RUN may also be a model folder, or a sparse model of transformers with safetenso
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from moe_ffn.cli.generate import load_decoder
-from moe_ffn.cli.parser import Parser, layer_numbers, page_file, write_output
-from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.cli.parser import Parser, layer_numbers, page_file, text_from_flag, write_output
+from moe_ffn.config.errors import command
 from moe_ffn.ffn.base import layer_number
 from moe_ffn.interop.load_models import is_transformers_folder, route_text
 from moe_ffn.report.trace import (
@@ -28,6 +26,7 @@ from moe_ffn.report.trace import (
 )
 from moe_ffn.report.trace_view import page, table
 from moe_ffn.runs.folder import check_has_weights
+from moe_ffn.weights.init_from import load_decoder
 from moe_ffn.weights.pretrained import is_model_folder
 
 
@@ -55,7 +54,7 @@ def trace_folder(
     folder: Path, text: bytes, layers: list[int] | None = None, *, trust_code: bool = False
 ) -> TextTrace:
     """Trace a text in a run, a model folder, or a model of transformers."""
-    if is_transformers_folder(folder) and not is_model_folder(folder):
+    if is_transformers_folder(folder):
         return _trace_transformers(folder, text, layers)
     decoder, tokenizer = load_decoder(folder, trust_code=trust_code)
     return trace_text(folder, decoder, tokenizer, text, layers)
@@ -75,14 +74,3 @@ def _trace_transformers(folder: Path, text: bytes, layers: list[int] | None) -> 
         {},
         layers,
     )
-
-
-def text_from_flag(argument: str) -> bytes:
-    """Return the bytes of `--text`; `-` reads standard input."""
-    if argument == "-":
-        text = sys.stdin.buffer.read()
-    else:  # Python decodes argument bytes that are not UTF-8 as surrogates
-        text = argument.encode("utf-8", "surrogateescape")
-    if not text:
-        raise ConfigError("--text: is empty; give some text: --text 'import os'")
-    return text

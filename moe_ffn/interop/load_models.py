@@ -20,6 +20,7 @@ from moe_ffn.interop.transformers import NEED_TRANSFORMERS
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
+    MODEL_TYPE,
     TOKENIZER_FILE,
     naming_failures,
     no_tokenizer,
@@ -84,8 +85,9 @@ def route_text(folder: Path, text: bytes) -> RoutedPrompt:
 
 
 def is_transformers_folder(folder: Path) -> bool:
-    """Return True if a folder has a config.json that names an architecture."""
-    return "model_type" in (read_object(folder / MODEL_CONFIG_FILE) or {})
+    """Return True if a folder has a config.json that names an architecture of another library."""
+    values = read_object(folder / MODEL_CONFIG_FILE) or {}
+    return values.get("model_type", MODEL_TYPE) != MODEL_TYPE
 
 
 def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:

@@ -26,6 +26,7 @@ from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import (
     TOKENIZER_FILE,
     distinct_tensors,
+    find_tokenizer,
     is_model_folder,
     load_pretrained,
     load_tokenizer,
@@ -96,9 +97,7 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
             model_folder = path if data is None else path / MODEL_FOLDER
             if is_model_folder(model_folder):
                 decoder = load_pretrained(model_folder, trust_code=trust_code)
-                has_tokenizer = kind_of(model_folder / TOKENIZER_FILE) is not None
-                tokenizer = load_tokenizer(model_folder) if has_tokenizer else None
-                return Source(option, path, decoder, tokenizer, data)
+                return Source(option, path, decoder, find_tokenizer(model_folder), data)
             if data is not None:
                 saved = load_model(path)
                 return Source(option, path, saved.decoder, saved.tokenizer, data)
@@ -108,6 +107,21 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
     raise ConfigError(
         f"{option}: '{path}' is neither a model folder of moe_ffn nor a run; {model_folder_hint(path) or fix}"
     )
+
+
+def load_decoder(folder: Path, *, trust_code: bool = False) -> tuple[Decoder, Tokenizer]:
+    """Load a model folder, or the best weights of a run, and its tokenizer."""
+    if is_model_folder(folder):
+        decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
+        if tokenizer.vocab_size > decoder.embedding.num_embeddings:
+            raise ConfigError(
+                f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
+                f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
+            )
+        return decoder, tokenizer
+    with accepting_code(trust_code):
+        run = load_model(folder)
+    return run.decoder, run.tokenizer
 
 
 def model_of_source(folder: str, option: str) -> DecoderConfig:

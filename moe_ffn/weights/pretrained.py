@@ -255,10 +255,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     Raises:
         ConfigError: the folder has no tokenizer, or a damaged one.
     """
-    path = Path(folder) / TOKENIZER_FILE
-    if kind_of(path) is None:
+    if (tokenizer := find_tokenizer(folder)) is None:
         raise no_tokenizer(folder)
-    return read_tokenizer(path, f"'{path}'")
+    return tokenizer
+
+
+def find_tokenizer(folder: str | Path) -> Tokenizer | None:
+    """Load the tokenizer of a model folder; None if it has none, ConfigError if it is damaged."""
+    path = Path(folder) / TOKENIZER_FILE
+    return None if kind_of(path) is None else read_tokenizer(path, f"'{path}'")
 
 
 def no_tokenizer(folder: str | Path) -> ConfigError:

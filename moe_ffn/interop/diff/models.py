@@ -42,9 +42,9 @@ from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
     TOKENIZER_FILE,
     distinct_tensors,
+    find_tokenizer,
     is_model_folder,
     load_pretrained,
-    load_tokenizer,
 )
 
 DTYPE_FLAGS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -149,14 +149,12 @@ def _sparse_modules(model: nn.Module) -> dict[str, str]:
 
 def _load_ours(folder: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
     options.require_experts(get_args(BackendName))
-    tokenizer = None
     if is_run(folder):
         saved = load_run(folder, trust_code=trust_code).saved_model
         decoder, tokenizer = saved.decoder, saved.tokenizer
     else:
         decoder = load_pretrained(folder, trust_code=trust_code)
-        if kind_of(folder / TOKENIZER_FILE) is not None:
-            tokenizer = load_tokenizer(folder)
+        tokenizer = find_tokenizer(folder)
     if options.dtype is not None:
         decoder.to(DTYPE_FLAGS[options.dtype])
     if options.experts is not None:
