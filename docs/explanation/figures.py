@@ -302,7 +302,7 @@ def draw_differences(drawing: Drawing, left: float) -> None:
         drawing.text((left + 164, y + 4), f"{mean:+.3f}", "end", "small")
         drawing.line([(at(low), y), (at(high), y)], colour, 2)
         drawing.dot((at(mean), y), colour)
-    note = "ladder: equal FLOPs, 53 M tokens, 2 seeds, pooled 95 % bars"
+    note = "ladder: equal FLOPs, 2 seeds, pooled 95 % bars"
     drawing.text((left, 246), note, kind="small")
 
 
@@ -425,7 +425,7 @@ def claims() -> Drawing:
     hours = {x * 3600.0: f"{x}" for x in (2, 3, 4, 5, 6, 7)}
     title, unit = "Seconds, estimated", "hours on one CPU core, largest size"
     draw_curves(Panel(drawing, (356, 34), title, hours, losses, unit), True)
-    gains = {-0.1: "-0.10", -0.05: "-0.05", 0: "0", 0.05: "+0.05", 0.1: "+0.10"}
+    gains = {-0.15: "-0.15", -0.1: "-0.10", -0.05: "-0.05", 0: "0", 0.05: "+0.05", 0.1: "+0.10"}
     title = "Loss minus that of the best dense"
     panel = Panel(drawing, (688, 34), title, sizes, gains, active)
     draw_over_sizes(panel, SPARSE, lambda arm: arm.difference and arm.difference.interval)
