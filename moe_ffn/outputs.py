@@ -269,13 +269,15 @@ class AlwaysRouting(VariableKRouting):
 
     def choices(self) -> Self:
         num_experts, num_listed = self.num_experts - self.num_always, self.expert_ids_N.shape[0]
-        k = num_listed // max(
-            self.num_tokens, 1
-        )  # of every token, those of `num_always` are the last
+        k = num_listed // max(self.num_tokens, 1)
+        is_always_TK = (self.expert_ids_N >= num_experts).view(self.num_tokens, k)
+        # Replayed experts may come in any order. A sort keeps shapes independent of the data.
+        order_TK = is_always_TK.to(torch.uint8).argsort(dim=1, stable=True)
+        chosen_TK = order_TK[:, : k - self.num_always]
         parts = {
             field.name: value[:, :num_experts]
             if field.name.endswith("_TE")
-            else value.reshape(self.num_tokens, k)[:, : k - self.num_always].flatten()
+            else value.reshape(self.num_tokens, k).gather(1, chosen_TK).flatten()
             for field in fields(self)
             if field.name.endswith(("_N", "_TE"))
             and isinstance(value := getattr(self, field.name), Tensor)

@@ -355,6 +355,6 @@ def _as_options(value: Any) -> Mapping[str, Any] | None:
     """Return a mapping unchanged, and `swiglu` as `{type: swiglu}`; None for any other value, such as the
     duration `00:01:00:00`.
     """
-    if isinstance(value, str) and not re.fullmatch(r"[0-9:]+", value):
+    if isinstance(value, str) and not re.fullmatch(r"[0-9:]+", value.strip()):
         return {"type": value}
     return value if isinstance(value, Mapping) else None

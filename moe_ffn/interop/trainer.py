@@ -142,7 +142,11 @@ class RoutingCallback(TrainerCallback):
             return
         with torch.no_grad():
             if model.training:
-                self._window.update(routings(), self._ends_row)
+                by_layer = routings()
+                if self._rules is not None:
+                    always = {name: getattr(r, "num_always", 0) for name, r in by_layer.items()}
+                    self._rules.num_always = always
+                self._window.update(by_layer, self._ends_row)
             else:
                 self._evaluated = routings()
 

@@ -65,7 +65,7 @@ def print_results(
         warn("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
     if loss > unigram:
         warn(WORSE_THAN_UNIGRAM)
-    if (best := callbacks.checkpoints.best_loss) < loss - 5e-5:
+    if (best := callbacks.checkpoints.loss_of_best) < loss - 5e-5:
         say(f"best validation {best:.4f} nats per token; {MODEL_FOLDER}/ has those weights")
     if summary["num_skipped_steps"]:
         say(f"skipped steps   {summary['num_skipped_steps']}")

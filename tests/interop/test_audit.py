@@ -26,6 +26,7 @@ from moe_ffn import audit
 from moe_ffn.cli.demo import MODEL
 from moe_ffn.cli.train import parse
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.interop.audit import behaviour
 from moe_ffn.interop.audit.order import check_order
 from moe_ffn.interop.audit.probe import Probe
 from moe_ffn.training.objective import ObjectiveConfig
@@ -1081,6 +1082,12 @@ class Listed(nn.Module):
                 chosen = chosen & False
             y[chosen] = y[chosen] + weight[chosen] * expert(x[chosen])
         return self.head(x + y)
+
+
+def test_experts_that_process_every_token_are_no_collapse(make_routing: Any) -> None:
+    routing = make_routing([[token % 4, 4] for token in range(400)], 5, num_always=1)
+    (finding,) = behaviour._health_of(behaviour.HEALTH.at("layer"), routing, is_early=False)
+    assert finding.verdict == "pass"
 
 
 def test_experts_in_a_list_are_checked_as_far_as_they_can_be_seen() -> None:

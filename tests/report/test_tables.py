@@ -157,7 +157,7 @@ def test_the_first_unused_experts_are_named() -> None:
 
 
 def shown(
-    tmp_path: Path, not_judged: Sequence[str] = (), best_loss: float = 2.5, **replaced: Any
+    tmp_path: Path, not_judged: Sequence[str] = (), loss_of_best: float = 2.5, **replaced: Any
 ) -> str:
     """The screen of a good run, with `replaced` fields."""
     summary: dict[str, Any] = {
@@ -179,7 +179,7 @@ def shown(
     callbacks: Any = SimpleNamespace(
         steps=SimpleNamespace(not_judged=lambda: not_judged),
         samples=SimpleNamespace(last="", prompt=""),
-        checkpoints=SimpleNamespace(best_loss=best_loss),
+        checkpoints=SimpleNamespace(loss_of_best=loss_of_best),
     )
     console = Console(width=80, file=io.StringIO(), record=True)
     print_results(console, tmp_path, summary | replaced, callbacks)
@@ -197,9 +197,9 @@ def test_a_run_worse_than_the_unigram_model_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_above_its_lowest_loss_names_that_loss(tmp_path: Path) -> None:
-    said = shown(tmp_path, best_loss=2.4)
+    said = shown(tmp_path, loss_of_best=2.4)
     assert "\nbest validation 2.4000 nats per token; model/ has those weights\n" in said
-    assert "best validation" not in shown(tmp_path, best_loss=2.49996)
+    assert "best validation" not in shown(tmp_path, loss_of_best=2.49996)
 
 
 def test_rules_that_need_more_steps_are_listed(tmp_path: Path) -> None:

@@ -180,6 +180,13 @@ def test_the_gradient_of_what_was_observed_is_not_kept(route_logits: Any) -> Non
 
 # -- experts that process every token (`num_always`)
 
+
+def test_choices_leave_out_experts_of_every_token_in_any_order(make_routing: Any) -> None:
+    routing = make_routing([[0, 3], [3, 1], [2, 3]], 4, num_always=1).choices()
+    assert routing.expert_ids_N.tolist() == [0, 1, 2]
+    assert routing.num_experts == 3
+
+
 CHOSEN: dict[str, Any] = {"k": 2, "renormalize": False}
 
 

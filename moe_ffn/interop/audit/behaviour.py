@@ -246,7 +246,8 @@ def _health_of(check: Check, routing: Routing, *, is_early: bool) -> Iterator[Fi
     if broken := int(nonfinite_tokens(routing)):
         sentence = f"{broken} tokens have NaN or infinite router logits"
         problems.append(check.fails(sentence, "look at the layer before"))
-    counts_E = pairs_per_expert(routing).double()
+    chosen = routing.choices()
+    counts_E = pairs_per_expert(chosen).double()
     total, num_experts = counts_E.sum().item(), len(counts_E)
     violation = max_violation(counts_E).item() if total else 0.0
     experts_per_token = total / max(int(routing.num_real_tokens), 1)

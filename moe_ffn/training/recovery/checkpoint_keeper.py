@@ -96,9 +96,8 @@ class CheckpointKeeper(Checkpointed, Callback):
         self._failures = WriteFailures(folder)
         self._should_stop = False  # true if early stopping had ended the run at the newest save
         self._has_warned_of_nan = False
-        self._loss_in_file = float(
-            "-inf"
-        )  # of `best.ckpt`; infinite if its weights are of no step of the run
+        # Loss of the weights in `best.ckpt`; infinite if they are of no step of the run.
+        self._loss_in_file = float("-inf")
 
     def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
         """Return True after the last batch of an optimizer step, unless a validation follows."""
@@ -125,7 +124,7 @@ class CheckpointKeeper(Checkpointed, Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss = float(trainer.callback_metrics["validation/loss"])
-        if loss < max(self.best_loss, self._loss_in_file):
+        if loss < self.loss_of_best:
             if self._write(trainer, BEST_NAME, partial(self._save_weights, trainer, loss)):
                 self.missed_loss = min(loss, self.missed_loss)
             else:
@@ -166,6 +165,11 @@ class CheckpointKeeper(Checkpointed, Callback):
         self.last_saved_step = checkpoint["global_step"]
 
     @property
+    def loss_of_best(self) -> float:
+        """Validation loss of the weights in `best.ckpt`."""
+        return max(self.best_loss, self._loss_in_file)
+
+    @property
     def lacks_best(self) -> bool:
         """True if `best.ckpt` does not hold the weights of the lowest validation loss."""
         return self.missed_loss < self.best_loss
@@ -180,14 +184,14 @@ class CheckpointKeeper(Checkpointed, Callback):
         return step % self._every == 0
 
     def _read_loss_of_best(self, step: int) -> float:
-        """Return the loss of `best.ckpt`; infinite if a resumed run trains its step again, or had trained on
-        without it; -infinite if there is no such file.
+        """Return the loss of `best.ckpt`; infinite if it is missing or damaged, or if a resumed run trains
+        its step again or had trained on without it.
         """
         with suppress(CheckpointError):
             best = read_checkpoint(self.folder / BEST_NAME)
             is_outdated = best["global_step"] > step or best["validation_loss"] < self.best_loss
             return float("inf") if is_outdated else best["validation_loss"]
-        return float("-inf")
+        return float("inf")
 
     def _save_weights(self, trainer: Trainer, validation_loss: float, path: Path) -> None:
         values = {

@@ -185,6 +185,22 @@ def test_the_best_is_replaced_also_after_a_second_interruption(make: Make, folde
     )
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"cut")])
+def test_a_lost_best_is_replaced_by_the_next(
+    make: Make, folder: Path, damage: Callable[[Path], object]
+) -> None:
+    dead, resumed = make(every_n_steps=100), make(every_n_steps=100)
+    dead.validate(4, loss=2.0)
+    damage(folder / "best.ckpt")
+    resumed.keeper.load_state_dict(dead.keeper.state_dict())
+    resumed.global_step = 4
+    trainer: Any = resumed
+    resumed.keeper.on_train_start(trainer, trainer.lightning_module)
+    resumed.validate(6, loss=2.5)
+    assert read_checkpoint(folder / "best.ckpt")["global_step"] == 6
+    assert (resumed.keeper.best_loss, resumed.keeper.loss_of_best) == (2.0, 2.5)
+
+
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_the_good_ones_stay_where_the_newest_is_damaged(
     make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int
