@@ -211,6 +211,11 @@ class Routing:
         """bool, True for the pairs that no expert computes: dropped, padding, or not chosen."""
         return self.dropped_N if self.mask_T is None else self.dropped_N | ~self.active_N
 
+    @property
+    def num_choices(self) -> int:
+        """Number of experts that a token may choose; others process every token."""
+        return self.num_experts
+
     def choices(self) -> Self:
         """Return the routing to the chosen experts, without experts that process every token."""
         return self
@@ -267,8 +272,12 @@ class AlwaysRouting(VariableKRouting):
     num_always: int
     """Number of the last experts that process every token."""
 
+    @property
+    def num_choices(self) -> int:
+        return self.num_experts - self.num_always
+
     def choices(self) -> Self:
-        num_experts, num_listed = self.num_experts - self.num_always, self.expert_ids_N.shape[0]
+        num_experts, num_listed = self.num_choices, self.expert_ids_N.shape[0]
         k = num_listed // max(self.num_tokens, 1)
         is_always_TK = (self.expert_ids_N >= num_experts).view(self.num_tokens, k)
         # Replayed experts may come in any order. A sort keeps shapes independent of the data.

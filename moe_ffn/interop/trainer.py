@@ -144,8 +144,10 @@ class RoutingCallback(TrainerCallback):
             if model.training:
                 by_layer = routings()
                 if self._rules is not None:
-                    always = {name: getattr(r, "num_always", 0) for name, r in by_layer.items()}
-                    self._rules.num_always = always
+                    self._rules.num_always = {
+                        name: routing.num_experts - routing.num_choices
+                        for name, routing in by_layer.items()
+                    }
                 self._window.update(by_layer, self._ends_row)
             else:
                 self._evaluated = routings()

@@ -106,8 +106,8 @@ def capacity_of(routing: Routing, factor: float) -> Tensor:
     """
     capacity_k = routing.capacity_k if isinstance(routing, VariableKRouting) else None
     if capacity_k is None:
-        num_limited = routing.choices().num_experts
-        return ceil_of_share(_limited(routing).sum(), share_of(factor, parts=num_limited))
+        share = share_of(factor, parts=routing.num_choices)
+        return ceil_of_share(_limited(routing).sum(), share)
     share = share_of(factor, capacity_k, parts=routing.num_experts)
     return ceil_of_share(routing.num_real_tokens, share)
 
@@ -145,7 +145,7 @@ def drop_over_sequence_capacity(
 
 def _limited(routing: Routing) -> Tensor:
     """Return bool (N,), True for real pairs whose expert has a capacity."""
-    return routing.active_N & (routing.expert_ids_N < routing.choices().num_experts)
+    return routing.active_N & (routing.expert_ids_N < routing.num_choices)
 
 
 def _num_sequences(routing: Routing) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from moe_ffn.ffn.base import RouterInfo
+from moe_ffn.metrics.functional import max_violation
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
 from moe_ffn.training.monitoring.json_lines import Alarm
@@ -242,7 +243,7 @@ class AlarmRules(Checkpointed):
         k = values["experts_per_token"].item() - num_always
         chosen = load[: len(load) - num_always]
         if num_always:
-            violation = max(chosen) * len(chosen) / max(sum(chosen), 1e-9) - 1
+            violation = max_violation(values["load"][: len(chosen)]).item()
         if violation > (limit := limits.max_violation(len(chosen), k)):
             busiest = max(range(len(chosen)), key=chosen.__getitem__)
             share = f"expert {busiest} takes {load[busiest]:.0%} of the pairs"
