@@ -53,7 +53,7 @@ clients:  ## run exported models in llama.cpp, mlx-lm and litgpt and the callbac
 	build/clients/bin/pip install --quiet --constraint requirements.lock torchao==0.18.0 compressed-tensors==0.20.0
 	build/clients/bin/pip install --quiet --constraint requirements.lock trl==1.16.0 peft==0.21.2
 	build/clients/bin/python -c "import llama_cpp, mlx_lm, litgpt"
-	build/clients/bin/python -m pytest -q --noconftest -m slow tests/weights/test_clients.py \
+	build/clients/bin/python -m pytest -q --noconftest -m slow tests/hf/test_clients.py \
 	  tests/experts/test_low_precision.py tests/model/test_parametrization.py
 	build/clients/bin/python -m pytest -q --noconftest tests/interop/test_trainer.py -k trl
 

@@ -29,7 +29,7 @@ from typing import IO
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, explaining
-from moe_ffn.files import replacing, replacing_folder, sha256_of, write_atomically
+from moe_ffn.config.files import replacing, replacing_folder, sha256_of, write_atomically
 
 MIRROR = "http://deb.debian.org/debian/pool/main"
 

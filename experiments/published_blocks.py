@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.files import write_atomically
 from moe_ffn.config.option_tree import show_value
 from moe_ffn.ffn import build_ffn
-from moe_ffn.files import write_atomically
-from moe_ffn.interop.block_parts import BlockEntry, resolve
-from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
-from moe_ffn.interop.blocks import config_width, convert_tensors
+from moe_ffn.hf.block_parts import BlockEntry, resolve
+from moe_ffn.hf.block_table import BLOCKS, NO_BLOCK
+from moe_ffn.hf.blocks import config_width, convert_tensors
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing.sparse_mixer import TINY
 

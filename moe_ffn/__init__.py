@@ -39,6 +39,8 @@ from moe_ffn.routing import (
 )
 
 if TYPE_CHECKING:
+    from moe_ffn.hf.from_transformers import load_transformers
+    from moe_ffn.hf.to_transformers import export_transformers
     from moe_ffn.interop.audit import audit
     from moe_ffn.interop.diff import diff
     from moe_ffn.interop.routings import watch
@@ -48,9 +50,7 @@ if TYPE_CHECKING:
     from moe_ffn.runs.train import train
     from moe_ffn.testing import check_ffn, check_router
     from moe_ffn.training.recovery import TrainingError
-    from moe_ffn.weights.from_transformers import load_transformers
     from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer, save_pretrained
-    from moe_ffn.weights.to_transformers import export_transformers
 
 __version__ = "0.2.0"
 
@@ -98,9 +98,9 @@ __all__ = [
 _LAZY = {
     "audit": "moe_ffn.interop.audit",
     "diff": "moe_ffn.interop.diff",
-    "export_transformers": "moe_ffn.weights.to_transformers",
+    "export_transformers": "moe_ffn.hf.to_transformers",
     "generate": "moe_ffn.model.generate",
-    "load_transformers": "moe_ffn.weights.from_transformers",
+    "load_transformers": "moe_ffn.hf.from_transformers",
     "train": "moe_ffn.runs.train",
     "TrainingError": "moe_ffn.training.recovery",
     "watch": "moe_ffn.interop.routings",

@@ -22,15 +22,14 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_ffn"
 
 # What every package may use: options and their messages, files, the values of a layer, and its arithmetic.
-FOUNDATION = {"config", "files", "notebook_cards", "kernels", "outputs"}
+FOUNDATION = {"config", "notebook_cards", "kernels", "outputs"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # The foundation.
-    "config": {"files"},
-    "files": set(),
+    "config": set(),
     "notebook_cards": set(),
     "outputs": {"notebook_cards"},
-    "kernels": {"config", "files", "outputs"},
+    "kernels": {"config", "outputs"},
     # Level 1: the layers. Routing and experts never import each other.
     "routing": FOUNDATION,
     "experts": FOUNDATION,
@@ -48,7 +47,8 @@ for _package, _below in {
     "runs": {"training", "testing", "experts", "ffn"},
     # Level 3: model folders, other libraries, many runs as one question, programs.
     "weights": {"runs"},
-    "interop": {"weights"},
+    "hf": {"weights"},
+    "interop": {"hf"},
     "studies": {"runs"},
     # Pages of one run, and pages of several as one question.
     "report": {"runs"},
@@ -70,6 +70,7 @@ MAY_IMPORT["__init__"] = FOUNDATION | {
     "runs/train",
     "training",
     "weights",
+    "hf",
     "interop",
 }
 """Package or file of `moe_ffn` -> what it may import of `moe_ffn`."""
@@ -82,13 +83,14 @@ ONLY_PLACES = {
     "tokenizers": {"moe_ffn/data"},
     "safetensors": {
         "moe_ffn/weights",
+        "moe_ffn/hf",
         "moe_ffn/interop",
         "moe_ffn/training/recovery",
         "moe_ffn/training/distillation.py",
     },
     "transformers": {
-        "moe_ffn/interop/transformers.py",
-        "moe_ffn/interop/load_models.py",
+        "moe_ffn/interop/hf_kernels.py",
+        "moe_ffn/interop/hf_models.py",
         "moe_ffn/interop/swap.py",
         "moe_ffn/interop/trainer.py",
         "experiments/benchmark",

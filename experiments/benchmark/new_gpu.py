@@ -45,8 +45,8 @@ from experiments.benchmark.tiles import CANDIDATES, time_tiles
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser, check_output, whole
 from moe_ffn.config.errors import ConfigError, explaining, first_line
+from moe_ffn.config.files import make_folder, write_atomically
 from moe_ffn.ffn.dispatch import make_plan
-from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import BACKENDS, run_experts
 from moe_ffn.outputs import Plan

@@ -37,7 +37,7 @@ from moe_ffn.config.errors import ConfigError, command, first_line
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.interop.audit import audit
 from moe_ffn.interop.audit.findings import LOADING, AuditReport, Finding, Verdict, places
-from moe_ffn.interop.load_models import (
+from moe_ffn.interop.hf_models import (
     ADAPTER_CONFIG,
     base_of_adapter,
     encode_utf8,

@@ -17,10 +17,12 @@ from typing import Any
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.hf.from_transformers import architecture_of, load_transformers
+from moe_ffn.hf.to_gguf import SUFFIX, export_gguf, require_absent_file
+from moe_ffn.hf.to_transformers import export_transformers, require_absent
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import dtype_name
 from moe_ffn.runs.folder import is_run
-from moe_ffn.weights.from_transformers import architecture_of, load_transformers
 from moe_ffn.weights.init_from import export_report, read_source
 from moe_ffn.weights.pretrained import (
     is_model_folder,
@@ -28,8 +30,6 @@ from moe_ffn.weights.pretrained import (
     require_replaceable,
     save_pretrained,
 )
-from moe_ffn.weights.to_gguf import SUFFIX, export_gguf, require_absent_file
-from moe_ffn.weights.to_transformers import export_transformers, require_absent
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from moe_ffn.cli.exit import SetLevel
 from moe_ffn.config import trust
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, explaining, nearest_or_all
-from moe_ffn.files import write_atomically
+from moe_ffn.config.files import write_atomically
 from moe_ffn.report.html import OPENING
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, command, explaining, printable, show
+from moe_ffn.config.files import write_atomically
 from moe_ffn.config.option_tree import flatten
-from moe_ffn.files import write_atomically
 from moe_ffn.report.studies.leaderboard import leaderboard
 from moe_ffn.report.studies.study_page import study_page
 from moe_ffn.studies.config import StudyConfig

@@ -36,10 +36,10 @@ from rich.text import Text
 from moe_ffn.cli.command_line import overrides_of
 from moe_ffn.cli.parser import Parser, whole
 from moe_ffn.config.errors import ConfigError, command, did_you_mean, explaining, printable, show
+from moe_ffn.config.files import write_atomically
 from moe_ffn.config.numbers import counted, si_format
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import read_yaml, validate
-from moe_ffn.files import write_atomically
 from moe_ffn.report.tables import plain_table
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.budget import Budget, Cost

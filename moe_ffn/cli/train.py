@@ -16,8 +16,8 @@ from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_SIGNAL
 from moe_ffn.cli.parser import Parser
 from moe_ffn.config import trust
 from moe_ffn.config.errors import ConfigError, command
+from moe_ffn.config.files import reason
 from moe_ffn.config.process_memory import out_of_memory
-from moe_ffn.files import reason
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.identity import resume_with

@@ -22,10 +22,10 @@ from rich.console import Console
 from moe_ffn.cli.parser import Parser, whole, write_output
 from moe_ffn.cli.sweep import share_plotly, use_threads_of_a_run
 from moe_ffn.config.errors import ConfigError, command, explaining
+from moe_ffn.config.files import make_folder, write_atomically
 from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.yaml_files import read_yaml, to_yaml, validate
 from moe_ffn.data.corpus import read_text_documents
-from moe_ffn.files import make_folder, write_atomically
 from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.runs.config import folder_name_problem
 from moe_ffn.runs.folder import CONFIG_FILE

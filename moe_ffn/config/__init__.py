@@ -6,6 +6,7 @@ yaml_files.py   YAML files and `--key value`, merged
 option_tree.py  all options with their defaults, as `--help` shows them
 import_path.py  classes from a user's file, `type: my_file.py:MyConfig`
 trust.py        rejects custom code that the user has not trusted
+files.py        atomic writes, checked reads
 sizes.py        hidden widths, and counts of parameters and FLOPs
 environment.py  variables that torchrun, SLURM and Lightning set for each process
 process_memory.py  memory of this process: its limit, and errors for sizes above it

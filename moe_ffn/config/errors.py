@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from moe_ffn.files import reason
+from moe_ffn.config.files import reason
 
 
 class ConfigError(ValueError):

@@ -28,7 +28,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from moe_ffn.config.errors import ConfigError, did_you_mean, explain, first_line
-from moe_ffn.files import reason
+from moe_ffn.config.files import reason
 
 log = logging.getLogger(__name__)
 

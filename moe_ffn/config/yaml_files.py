@@ -15,10 +15,10 @@ from yaml.composer import ComposerError
 
 from moe_ffn.config.base import Config, mapped
 from moe_ffn.config.errors import ConfigError, explain, first_line, shorten
+from moe_ffn.config.files import reason
 from moe_ffn.config.import_path import FileTag, explaining_custom_errors, is_file_tag
 from moe_ffn.config.option_tree import explain_unknown, option_tree, show_value
 from moe_ffn.config.trust import UntrustedCodeError, only_trusted_code
-from moe_ffn.files import reason
 
 RootConfig = TypeVar("RootConfig", bound=Config)
 

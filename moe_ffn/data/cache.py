@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.config.errors import explaining
-from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, sha256_of
+from moe_ffn.config.files import UNFINISHED, kind_of, open_file, read_object, sha256_of
 
 _META = "meta.json"
 

@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field
 
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError, expand_path
-from moe_ffn.files import reason
+from moe_ffn.config.files import reason
 
 log = logging.getLogger(__name__)
 

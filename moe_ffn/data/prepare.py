@@ -17,13 +17,13 @@ from pydantic import Field
 
 from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import ConfigError, expand_path
+from moe_ffn.config.files import read_bytes, read_object, write_file
 from moe_ffn.data.batches import ValidationBatches, require_window
 from moe_ffn.data.cache import building, read_meta, seal, write_cache_json, writing
 from moe_ffn.data.corpus import TEXT_HINT, CorpusConfig, Split, StdlibConfig, TokenFiles
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.token_files import TokenSequence
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
-from moe_ffn.files import read_bytes, read_object, write_file
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ffn.config.base import TaggedConfig
 from moe_ffn.config.errors import ConfigError, expand_path, first_line, import_optional, show
-from moe_ffn.files import read_object
+from moe_ffn.config.files import read_object
 
 
 class Tokenizer(ABC):

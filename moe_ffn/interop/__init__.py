@@ -1,4 +1,16 @@
-"""Live models of other libraries: transformers and its Trainer, peft and lm-eval."""
+"""Live models of other libraries: transformers and its Trainer, peft and lm-eval.
+
+routings.py     `watch`: routings of a model while it runs
+replaying.py    `replay`: a model that routes as recorded
+audit/          checks of a sparse model, for `moe-ffn audit`
+diff/           the first place where two models differ, for `moe-ffn diff`
+hf_kernels.py   our kernels inside transformers
+hf_models.py    models and tokenizers of transformers, loaded
+swap.py         other blocks in a model of transformers
+trainer.py      metrics of routing, for its Trainer
+adapters.py     experts of peft's LoRA in our kernels
+lm_eval.py      our decoders in lm-eval
+"""
 
 from typing import TYPE_CHECKING
 
@@ -6,21 +18,18 @@ from moe_ffn.config import lazy_names
 
 if TYPE_CHECKING:
     from moe_ffn.interop.adapters import fuse_adapters
-    from moe_ffn.interop.blocks import block_config, convert_block
+    from moe_ffn.interop.hf_kernels import kernels_in_use, register
     from moe_ffn.interop.replaying import read_experts, replay
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
     from moe_ffn.interop.trainer import RoutingCallback
-    from moe_ffn.interop.transformers import kernels_in_use, register
 
 _LAZY = {
     "RoutingCallback": "moe_ffn.interop.trainer",
-    "block_config": "moe_ffn.interop.blocks",
-    "convert_block": "moe_ffn.interop.blocks",
     "fuse_adapters": "moe_ffn.interop.adapters",
-    "kernels_in_use": "moe_ffn.interop.transformers",
+    "kernels_in_use": "moe_ffn.interop.hf_kernels",
     "read_experts": "moe_ffn.interop.replaying",
-    "register": "moe_ffn.interop.transformers",
+    "register": "moe_ffn.interop.hf_kernels",
     "replay": "moe_ffn.interop.replaying",
     "swap_ffn": "moe_ffn.interop.swap",
     "watch": "moe_ffn.interop.routings",
@@ -29,8 +38,6 @@ _LAZY = {
 
 __all__ = [
     "RoutingCallback",
-    "block_config",
-    "convert_block",
     "fuse_adapters",
     "kernels_in_use",
     "read_experts",

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.experts.matrices import MatrixExperts
+from moe_ffn.interop.hf_kernels import NAME, implementation_of
 from moe_ffn.interop.routings import is_experts
-from moe_ffn.interop.transformers import NAME, implementation_of
 from moe_ffn.kernels.base import ADAPTERS
 
 _FACTORS = {

@@ -20,9 +20,9 @@ from jinja2.nodes import EvalContext
 from markupsafe import Markup, escape
 
 from moe_ffn.config.errors import printable
+from moe_ffn.config.files import write_atomically
 from moe_ffn.config.numbers import compact, number
 from moe_ffn.ffn.base import short_name
-from moe_ffn.files import write_atomically
 from moe_ffn.notebook_cards import evenly_chosen
 
 OPENING = "<!doctype html>"

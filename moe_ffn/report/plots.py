@@ -10,7 +10,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.files import write_atomically
+from moe_ffn.config.files import write_atomically
 from moe_ffn.metrics.plotting import TITLE_HEIGHT
 from moe_ffn.metrics.table import RUN_METRICS
 from moe_ffn.notebook_cards import evenly_chosen

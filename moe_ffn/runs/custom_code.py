@@ -15,8 +15,8 @@ from typing import Any
 
 from moe_ffn.config.base import Config, TaggedConfig, children
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.files import sha256_of
 from moe_ffn.config.import_path import Code, imported_code
-from moe_ffn.files import sha256_of
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
 from moe_ffn.runs.json_files import CodeEntries, CodeEntry
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, command, expand_path, explaining, is_clone, reading
+from moe_ffn.config.files import kind_of, open_file, read_object, try_lock, write_file
 from moe_ffn.config.option_tree import differences, flatten, show_value
 from moe_ffn.config.yaml_files import read_config, read_yaml
-from moe_ffn.files import kind_of, open_file, read_object, try_lock, write_file
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.json_files import Facts
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from moe_ffn.files import read_object
+from moe_ffn.config.files import read_object
 from moe_ffn.training.config import PRECISIONS, Precision
 
 Count = Annotated[int, Field(ge=0, le=2**63)]

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from moe_ffn import notebook_cards
 from moe_ffn.config.errors import ConfigError, first_line, reading
+from moe_ffn.config.files import read_text
 from moe_ffn.config.import_path import explaining_custom_errors
 from moe_ffn.config.option_tree import lookup
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.ffn.base import ROUTING_SUFFIX, short_name
-from moe_ffn.files import read_text
 from moe_ffn.metrics.load_summary import summarize_load
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import Routing

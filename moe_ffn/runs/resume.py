@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, printable, reading
+from moe_ffn.config.files import read_text, reason, remove_unfinished, write_atomically, write_file
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.files import read_text, reason, remove_unfinished, write_atomically, write_file
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.custom_code import code_files
 from moe_ffn.runs.folder import (

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from moe_ffn.config.errors import ConfigError, expand_path
+from moe_ffn.config.files import read_object, reason
 from moe_ffn.data.corpus import read_text_documents
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.split import Documents, changed
 from moe_ffn.data.token_files import SUFFIXES, TokenSequence
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.files import read_object, reason
 from moe_ffn.runs.folder import DOCUMENTS_FILE
 from moe_ffn.runs.reader import Run
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, explaining, reading
+from moe_ffn.config.files import make_folder, read_bytes, read_object, write_atomically
 from moe_ffn.config.yaml_files import to_yaml
-from moe_ffn.files import make_folder, read_bytes, read_object, write_atomically
 from moe_ffn.runs.folder import FACTS_FILE, SUMMARY_FILE, is_run
 from moe_ffn.runs.reader import read_run
 from moe_ffn.studies.comparison import Comparison

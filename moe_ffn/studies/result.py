@@ -16,10 +16,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.config.errors import ConfigError, explain, reading
+from moe_ffn.config.files import read_bytes, write_atomically
 from moe_ffn.config.numbers import finite
 from moe_ffn.config.option_tree import flatten, lookup
 from moe_ffn.ffn.base import is_inner, without_round
-from moe_ffn.files import read_bytes, write_atomically
 from moe_ffn.runs.budget import Budget, Cost
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, SUMMARY_FILE
 from moe_ffn.runs.reader import Run

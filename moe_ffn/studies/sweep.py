@@ -20,11 +20,11 @@ from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
 from moe_ffn.config.errors import ConfigError, explaining, first_line, printable, show
+from moe_ffn.config.files import make_folder, open_file, try_lock, write_atomically
 from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.option_tree import differences
 from moe_ffn.config.trust import FLAG, UntrustedCodeError
 from moe_ffn.config.yaml_files import to_yaml
-from moe_ffn.files import make_folder, open_file, try_lock, write_atomically
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig

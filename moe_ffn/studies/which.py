@@ -22,10 +22,10 @@ from pydantic import Field
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError, explaining
+from moe_ffn.config.files import write_atomically
 from moe_ffn.config.numbers import format_duration
 from moe_ffn.config.yaml_files import to_yaml, validate
 from moe_ffn.data.prepare import prepare
-from moe_ffn.files import write_atomically
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CONFIG_FILE
 from moe_ffn.studies.comparison import Arm, Comparison, p_text

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from moe_ffn.config.base import Config
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.files import kind_of, replacing
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.files import kind_of, replacing
 from moe_ffn.model.decoder import Decoder
 
 ANSWERS_SUFFIX = ".safetensors"

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, command, expand_path, show
+from moe_ffn.config.files import kind_of
 from moe_ffn.config.option_tree import differences, flatten, show_value
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import flag_value
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
-from moe_ffn.files import kind_of
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import MODEL_FOLDER, is_run, model_folder_hint, saved_config

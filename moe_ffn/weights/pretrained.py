@@ -22,11 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_ffn.config.base import MAX_COUNT, Config
 from moe_ffn.config.errors import ConfigError, command, first_line, show
-from moe_ffn.config.process_memory import memory_errors_as_config_errors
-from moe_ffn.config.trust import accepting_code, only_trusted_code
-from moe_ffn.config.yaml_files import read_config
-from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
-from moe_ffn.files import (
+from moe_ffn.config.files import (
     kind_of,
     read_object,
     reason,
@@ -34,6 +30,10 @@ from moe_ffn.files import (
     split_into_files,
     write_file,
 )
+from moe_ffn.config.process_memory import memory_errors_as_config_errors
+from moe_ffn.config.trust import accepting_code, only_trusted_code
+from moe_ffn.config.yaml_files import read_config
+from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.runs.custom_code import code_files, portable_options
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
@@ -294,7 +294,7 @@ def read_model_config(folder: Path, *, trust_code: bool = False) -> PretrainedCo
     if (kind := read_config_json(folder).get("model_type")) != MODEL_TYPE:
         raise ConfigError(
             f"'{path}': model_type is {show(kind)}, not '{MODEL_TYPE}'; "
-            f"moe_ffn.weights.load_transformers reads models of transformers, and {command('convert')} "
+            f"moe_ffn.hf.load_transformers reads models of transformers, and {command('convert')} "
             "converts them"
         )
     with accepting_code(trust_code), only_trusted_code(folder):

@@ -19,12 +19,12 @@ from moe_ffn import load_pretrained
 from moe_ffn.cli.train import parse
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.tokenizer import BytesTokenizer
+from moe_ffn.hf.to_transformers import choose_architecture
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import MODEL_FOLDER
 from moe_ffn.runs.reader import load_model
 from moe_ffn.studies.which import BLOCKS
 from moe_ffn.weights.pretrained import TOKENIZER_FILE
-from moe_ffn.weights.to_transformers import choose_architecture
 from tests.helpers import theirs
 from tests.helpers.cases import ROOT
 from tests.helpers.theirs import SHARED, logits, make, save

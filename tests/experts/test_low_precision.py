@@ -22,9 +22,9 @@ from moe_ffn.experts.low_precision import (
     quantize,
 )
 from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.hf import export_transformers
+from moe_ffn.hf.to_transformers import READ_BY_TRANSFORMERS
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.weights import export_transformers
-from moe_ffn.weights.to_transformers import READ_BY_TRANSFORMERS
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """The positive numbers of FP4, in the order of their codes; those at even places have an even mantissa."""

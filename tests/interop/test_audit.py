@@ -26,11 +26,11 @@ from moe_ffn import audit
 from moe_ffn.cli.demo import MODEL
 from moe_ffn.cli.train import parse
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.hf import export_transformers
 from moe_ffn.interop.audit import behaviour
 from moe_ffn.interop.audit.order import check_order
 from moe_ffn.interop.audit.probe import Probe
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.weights import export_transformers
 from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed here")

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 import moe_ffn
 from moe_ffn import ConfigError, DecoderConfig
 from moe_ffn.data.tokenizer import BytesConfig
+from moe_ffn.hf.to_transformers import export_transformers
 from moe_ffn.interop import replay, watch
-from moe_ffn.weights.to_transformers import export_transformers
 from tests.helpers import theirs
 from tests.helpers.cases import python_with
 from tests.helpers.tiny_runs import Finished, run_here

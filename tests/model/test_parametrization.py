@@ -18,6 +18,7 @@ from moe_ffn.cli import coordinates
 from moe_ffn.config.option_tree import nest_options
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn import IdentityConfig
+from moe_ffn.hf import export_transformers
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.parametrization import Part, parts_of
 from moe_ffn.runs.config import TrainConfig
@@ -25,7 +26,6 @@ from moe_ffn.runs.identity import fixed_options
 from moe_ffn.runs.planner import DEVICES, plan_layouts
 from moe_ffn.studies.coordinates import Coordinates, measure_coordinates
 from moe_ffn.training.optimizer import Muon
-from moe_ffn.weights import export_transformers
 from moe_ffn.weights.initialiser import with_blocks
 from tests.helpers.cases import answers, cases, rejects
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moe_ffn import files
+from moe_ffn.config import files
 from moe_ffn.runs.folder import locked
 from moe_ffn.runs.json_files import CodeEntries, Facts, JsonFile, Summary
 from moe_ffn.runs.reader import Sample, read_run, read_runs

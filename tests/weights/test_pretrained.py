@@ -185,7 +185,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "of another library": (
         lambda f: change(f, model_type="mixtral"),
-        "model_type is 'mixtral', not 'moe_ffn'; moe_ffn.weights.load_transformers reads models of "
+        "model_type is 'mixtral', not 'moe_ffn'; moe_ffn.hf.load_transformers reads models of "
         "transformers, and moe-ffn convert converts them",
     ),
     "another width": (

@@ -32,7 +32,7 @@ from moe_ffn.interop.diff.models import (
     load,
     require_same_shape,
 )
-from moe_ffn.interop.load_models import require_known_ids
+from moe_ffn.interop.hf_models import require_known_ids
 from moe_ffn.interop.replaying import read_experts, recorded_layers, replay, unable_to_replay
 from moe_ffn.interop.routings import watch
 from moe_ffn.outputs import Routing

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
+from moe_ffn.config.files import kind_of
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import FFNBlock, short_name
-from moe_ffn.files import kind_of
+from moe_ffn.hf.from_transformers import load_transformers
 from moe_ffn.interop.diff.difference import TensorDifference
-from moe_ffn.interop.load_models import (
+from moe_ffn.interop.hf_kernels import register
+from moe_ffn.interop.hf_models import (
     base_of_adapter,
     encode_utf8,
     is_adapter_folder,
@@ -31,13 +33,11 @@ from moe_ffn.interop.load_models import (
 )
 from moe_ffn.interop.replaying import count_experts
 from moe_ffn.interop.routings import routing_modules
-from moe_ffn.interop.transformers import register
 from moe_ffn.kernels.select import BackendName
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import dtype_name
 from moe_ffn.runs.folder import is_run
 from moe_ffn.runs.reader import load_run
-from moe_ffn.weights.from_transformers import load_transformers
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
     TOKENIZER_FILE,

@@ -18,7 +18,7 @@ from subprocess import CalledProcessError
 
 import torch
 
-from moe_ffn.files import read_object, write_atomically
+from moe_ffn.config.files import read_object, write_atomically
 from moe_ffn.kernels import cpu
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.native import build

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from moe_ffn.files import read_object, write_atomically
+from moe_ffn.config.files import read_object, write_atomically
 
 log = logging.getLogger(__name__)
 

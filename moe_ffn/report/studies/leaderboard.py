@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.files import read_object
 from moe_ffn.config.numbers import NONE, compact, counted, number
 from moe_ffn.ffn.match import MAX_MISMATCH
-from moe_ffn.files import read_object
 from moe_ffn.report.html import render
 from moe_ffn.report.studies.markdown import escape_markdown, markdown_table, with_interval
 from moe_ffn.studies.comparison import Arm, Comparison, p_text

@@ -14,8 +14,8 @@ from statistics import stdev
 from typing import Any
 
 from moe_ffn.config.errors import ConfigError, explaining
+from moe_ffn.config.files import read_text, write_atomically
 from moe_ffn.config.numbers import NONE, compact
-from moe_ffn.files import read_text, write_atomically
 from moe_ffn.report.html import render, write_page
 from moe_ffn.report.plots import figures_page, shared_script
 from moe_ffn.report.studies.arm_figures import (

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from moe_ffn.config.environment import is_first_rank
 from moe_ffn.config.errors import ConfigError, command, first_line
+from moe_ffn.config.files import reason, write_atomically
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData, validation_batches
-from moe_ffn.files import reason, write_atomically
 from moe_ffn.metrics.baselines import ngram_loss, unigram_loss
 from moe_ffn.report.page import report_html, write_report
 from moe_ffn.report.tables import print_results

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_ffn.files import (
+from moe_ffn.config.files import (
     WriteFailures,
     open_file,
     parse_object,

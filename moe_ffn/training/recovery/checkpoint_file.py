@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
-from moe_ffn.files import (
+from moe_ffn.config.files import (
     kind_of,
     make_folder,
     open_file,

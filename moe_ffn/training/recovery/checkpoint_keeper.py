@@ -15,7 +15,7 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
-from moe_ffn.files import WriteFailures, reason, remove_unfinished
+from moe_ffn.config.files import WriteFailures, reason, remove_unfinished
 from moe_ffn.kernels.base import on_this_rank
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ffn.weights.options import HFConfig
+from moe_ffn.hf.options import HFConfig
 
 
 @dataclass(frozen=True)

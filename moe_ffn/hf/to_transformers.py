@@ -1,6 +1,6 @@
 """Export our decoder to a folder of transformers, in the architecture with the same routing.
 
-    moe_ffn.weights.export_transformers(decoder, "models/exported", tokenizer)
+    moe_ffn.hf.export_transformers(decoder, "models/exported", tokenizer)
 
 An export reads its own options back, which finds every option that transformers cannot express. `rewrites.py`
 folds some of them into the weights.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.files import kind_of, replacing_folder, write_file
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.experts.low_precision import (
@@ -34,13 +35,13 @@ from moe_ffn.ffn.base import FFNConfig
 from moe_ffn.ffn.dense import HiddenWidthConfig
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.ffn.wrappers import JitteredConfig
-from moe_ffn.files import kind_of, replacing_folder, write_file
+from moe_ffn.hf.families import FAMILIES, Family
+from moe_ffn.hf.from_transformers import config_of, layout_of
+from moe_ffn.hf.layouts import WeightSlice
+from moe_ffn.hf.options import HFConfig, Options
+from moe_ffn.hf.rewrites import COMMON, Rewrite, added_weight
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.outputs import dtype_name
-from moe_ffn.weights.families import FAMILIES, Family
-from moe_ffn.weights.from_transformers import config_of, layout_of
-from moe_ffn.weights.layouts import WeightSlice
-from moe_ffn.weights.options import HFConfig, Options
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -50,7 +51,6 @@ from moe_ffn.weights.pretrained import (
     naming_failures,
     save_tensors,
 )
-from moe_ffn.weights.rewrites import COMMON, Rewrite, added_weight
 
 
 @dataclass(frozen=True, repr=False)

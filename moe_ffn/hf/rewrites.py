@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ffn.weights.options import Options
+from moe_ffn.hf.options import Options
 
 
 @dataclass(frozen=True)

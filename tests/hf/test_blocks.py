@@ -23,10 +23,10 @@ from experiments.published_blocks import (
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.config.errors import ConfigError, show
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.interop import block_config, convert_block
-from moe_ffn.interop.block_parts import BlockEntry
-from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
-from moe_ffn.interop.blocks import config_width
+from moe_ffn.hf import block_config, convert_block
+from moe_ffn.hf.block_parts import BlockEntry
+from moe_ffn.hf.block_table import BLOCKS, NO_BLOCK
+from moe_ffn.hf.blocks import config_width
 from moe_ffn.runs.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]

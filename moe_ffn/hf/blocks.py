@@ -1,6 +1,6 @@
 """Convert sparse blocks of live models of transformers to our blocks: configs and weights.
 
-    ffn = moe_ffn.interop.convert_block("qwen3_moe", model.model.layers[0].mlp, model.config)
+    ffn = moe_ffn.hf.convert_block("qwen3_moe", model.model.layers[0].mlp, model.config)
 
 `docs/reference/models.md` lists these blocks, and how closely ours agree with them.
 """
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn import build_ffn
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.interop.block_parts import NAMES, BlockEntry, LiveOptions, resolve
-from moe_ffn.interop.block_table import BLOCKS
-from moe_ffn.weights.layouts import TensorLayout
-from moe_ffn.weights.options import HFConfig
+from moe_ffn.hf.block_parts import NAMES, BlockEntry, LiveOptions, resolve
+from moe_ffn.hf.block_table import BLOCKS
+from moe_ffn.hf.layouts import TensorLayout
+from moe_ffn.hf.options import HFConfig
 
 
 def block_config(model: str, config: Any) -> dict[str, Any]:

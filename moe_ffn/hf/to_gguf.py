@@ -1,6 +1,6 @@
 """Export our decoder to a GGUF file, which llama.cpp and programs around it read.
 
-    moe_ffn.weights.export_gguf(decoder, "model.gguf", tokenizer)
+    moe_ffn.hf.export_gguf(decoder, "model.gguf", tokenizer)
 
 The converter of llama.cpp cannot do this: it recognises a tokenizer by a hash of the ids of a text, and
 therefore rejects every new vocabulary.
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, import_optional, show
+from moe_ffn.config.files import kind_of, make_folder, replacing
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.files import kind_of, make_folder, replacing
+from moe_ffn.hf.options import Options
+from moe_ffn.hf.to_transformers import Export, choose_architecture, hf_tensors
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.positions import RotaryConfig, RotaryScalingConfig, YarnConfig, yarn_mscale
-from moe_ffn.weights.options import Options
 from moe_ffn.weights.pretrained import naming_failures
-from moe_ffn.weights.to_transformers import Export, choose_architecture, hf_tensors
 
 SUFFIX = ".gguf"
 

@@ -1,6 +1,6 @@
 """Read a model folder of transformers as our decoder, or a single feed-forward block from it.
 
-    decoder = moe_ffn.weights.load_transformers("models/theirs")
+    decoder = moe_ffn.hf.load_transformers("models/theirs")
 
 transformers need not be installed. Tensors are read one by one, and experts one expert at a time.
 """
@@ -20,10 +20,10 @@ from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.config.option_tree import nest_options
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.hf.families import FAMILIES, OUTSIDE_LAYERS, Family
+from moe_ffn.hf.layouts import WeightSlice
+from moe_ffn.hf.options import HFConfig, OptionMapping, Options
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.weights.families import FAMILIES, OUTSIDE_LAYERS, Family
-from moe_ffn.weights.layouts import WeightSlice
-from moe_ffn.weights.options import HFConfig, OptionMapping, Options
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
     MODEL_TYPE,

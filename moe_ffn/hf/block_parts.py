@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from moe_ffn.weights.families import FAMILIES
-from moe_ffn.weights.from_transformers import sparse_options
-from moe_ffn.weights.layouts import (
+from moe_ffn.hf.families import FAMILIES
+from moe_ffn.hf.from_transformers import sparse_options
+from moe_ffn.hf.layouts import (
     TensorLayout,
     WeightSlice,
     gate_up_down,
@@ -25,7 +25,7 @@ from moe_ffn.weights.layouts import (
     stacked,
     transposed,
 )
-from moe_ffn.weights.options import ACTIVATIONS, HFConfig
+from moe_ffn.hf.options import ACTIVATIONS, HFConfig
 
 # -- an entry
 

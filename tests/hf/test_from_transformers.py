@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_ffn import ConfigError
+from moe_ffn.hf import export_transformers, load_ffn, load_transformers
 from moe_ffn.model.generate import Sampling, generate_batch
-from moe_ffn.weights import export_transformers, load_ffn, load_transformers
 from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks
 from tests.helpers.theirs import EXPERTS, GPT_OSS, IDS_BS, MODELS, SIZES, change, logits, make, save

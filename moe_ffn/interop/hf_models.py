@@ -1,4 +1,4 @@
-"""Routing of a text by a sparse model of transformers, read from a folder with its tokenizer."""
+"""Models and tokenizers of transformers, read from a folder, and how a model routes a text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, first_line, import_optional, show
+from moe_ffn.config.files import kind_of, read_object
 from moe_ffn.data.tokenizer import bytes_of_token
-from moe_ffn.files import kind_of, read_object
+from moe_ffn.interop.hf_kernels import NEED_TRANSFORMERS
 from moe_ffn.interop.routings import routing_modules, watch
-from moe_ffn.interop.transformers import NEED_TRANSFORMERS
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,

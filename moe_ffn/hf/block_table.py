@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_ffn.interop.block_parts import (
+from moe_ffn.hf.block_parts import (
     BIASED,
     BIASED_GROUPS,
     CLAMPED,
@@ -43,7 +43,7 @@ from moe_ffn.interop.block_parts import (
     step_experts,
     with_shared,
 )
-from moe_ffn.weights.layouts import halves, linear, named, rows_of, transposed, zero_centered
+from moe_ffn.hf.layouts import halves, linear, named, rows_of, transposed, zero_centered
 
 MINIMAX_GATE = {
     "type": "clamped_swiglu",

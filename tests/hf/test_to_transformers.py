@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 
 from moe_ffn import ConfigError, Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BPETokenizer, BytesTokenizer, train_bpe
-from moe_ffn.weights import export_gguf, export_transformers, load_transformers
-from moe_ffn.weights.to_transformers import choose_architecture
+from moe_ffn.hf import export_gguf, export_transformers, load_transformers
+from moe_ffn.hf.to_transformers import choose_architecture
 from tests.helpers.theirs import MODELS, SIZES, change, logits, save
 
 ATTENTION = {"num_heads": 4, "num_kv_heads": 2}
@@ -645,7 +645,7 @@ def test_existing_folders_are_not_overwritten(
         export_transformers(decoder, tmp_path / "empty")
 
     full = Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr("moe_ffn.weights.to_transformers.save_tensors", full)
+    monkeypatch.setattr("moe_ffn.hf.to_transformers.save_tensors", full)
     with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
         export_transformers(decoder, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]

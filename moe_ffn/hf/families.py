@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ffn.weights.layouts import (
+from moe_ffn.hf.layouts import (
     TensorLayout,
     gate_up_down,
     interleaved,
@@ -16,7 +16,7 @@ from moe_ffn.weights.layouts import (
     stacked,
     transposed,
 )
-from moe_ffn.weights.options import (
+from moe_ffn.hf.options import (
     WINDOW,
     LlamaCpp,
     OptionMapping,
@@ -32,7 +32,7 @@ from moe_ffn.weights.options import (
     rope,
     write_qwen_layers,
 )
-from moe_ffn.weights.rewrites import (
+from moe_ffn.hf.rewrites import (
     ALL_BIASES,
     CORRECTION_BIAS,
     GATED_SHARED_EXPERT,

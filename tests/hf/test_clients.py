@@ -18,10 +18,10 @@ from torch import Tensor
 
 from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
+from moe_ffn.hf import export_gguf, export_transformers
 from moe_ffn.model.generate import generate
-from moe_ffn.weights import export_gguf, export_transformers
 from tests.helpers.cases import python_with
-from tests.weights.test_to_transformers import (
+from tests.hf.test_to_transformers import (
     ATTENTION,
     CLAMPED,
     HEAD_NORMS,

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from moe_ffn import files
-from moe_ffn.files import (
+from moe_ffn.config import files
+from moe_ffn.config.files import (
     QUIET_SECONDS,
     WriteFailures,
     kind_of,
