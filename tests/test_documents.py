@@ -73,7 +73,7 @@ def test_the_makefile_has_every_target_that_a_file_names(path: Path) -> None:
 
 def test_the_table_of_pruned_experts_has_the_recorded_losses() -> None:
     text = (ROOT / "docs" / "howto" / "initialise.md").read_text(encoding="utf-8")
-    found = json.loads((ROOT / "docs" / "pruning.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "docs/howto/pruning.json").read_text(encoding="utf-8"))
     every = found["num_experts"]
     assert f"{found['loss']:.4f} with all {every} experts" in text
     for num_experts, by_method in found["losses"].items():

@@ -35,7 +35,7 @@ from moe_ffn.training.objective import Objective, objective
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-RECORD = ROOT / "docs" / "default_run.json"
+RECORD = ROOT / "docs/performance/default_run.json"
 COMMAND = "python -m experiments.train"
 ON_CPU = {"accelerator": "cpu", "devices": 1}
 """Options of the trainer that make the numbers the same on a machine with GPUs."""

@@ -30,7 +30,7 @@ from moe_ffn.runs.reader import Run, load_run
 log = logging.getLogger(__name__)
 
 DEFAULT_TIME = "about 3 minutes on 2 CPU cores"
-"""Duration of the default run, as measured in docs/default_run.json."""
+"""Duration of the default run, as measured in docs/performance/default_run.json."""
 
 DECIDES_TIME = ("init_from", "model", "data", "objective", "optimizer", "trainer", "parallel")
 """Sections of the config that determine how long a run takes."""
