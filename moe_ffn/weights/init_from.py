@@ -29,7 +29,6 @@ from moe_ffn.weights.pretrained import (
     find_tokenizer,
     is_model_folder,
     load_pretrained,
-    load_tokenizer,
     no_tokenizer,
     read_model_config,
 )
@@ -95,12 +94,11 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
         with accepting_code(trust_code):
             data = saved_config(path).data if is_run(path) else None
             model_folder = path if data is None else path / MODEL_FOLDER
-            if is_model_folder(model_folder):
-                decoder = load_pretrained(model_folder, trust_code=trust_code)
-                return Source(option, path, decoder, find_tokenizer(model_folder), data)
-            if data is not None:
-                saved = load_model(path)
-                return Source(option, path, saved.decoder, saved.tokenizer, data)
+            if data is not None or is_model_folder(path):
+                folder_of_weights = model_folder if is_model_folder(model_folder) else path
+                return Source(
+                    option, path, *open_model(folder_of_weights, trust_code=trust_code), data
+                )
     except ConfigError as error:
         raise type(error)(f"{option}: {error}") from error
     fix = "give a folder that `moe_ffn.save_pretrained` or a training run wrote"
@@ -109,19 +107,27 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
     )
 
 
+def open_model(folder: Path, *, trust_code: bool = False) -> tuple[Decoder, Tokenizer | None]:
+    """Load a model folder, or the best weights of a run, and its tokenizer; None if it has none."""
+    if not is_model_folder(folder):
+        with accepting_code(trust_code):
+            run = load_model(folder)
+        return run.decoder, run.tokenizer
+    decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), find_tokenizer(folder)
+    if tokenizer is not None and tokenizer.vocab_size > decoder.embedding.num_embeddings:
+        raise ConfigError(
+            f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
+            f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
+        )
+    return decoder, tokenizer
+
+
 def load_decoder(folder: Path, *, trust_code: bool = False) -> tuple[Decoder, Tokenizer]:
-    """Load a model folder, or the best weights of a run, and its tokenizer."""
-    if is_model_folder(folder):
-        decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
-        if tokenizer.vocab_size > decoder.embedding.num_embeddings:
-            raise ConfigError(
-                f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
-                f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
-            )
-        return decoder, tokenizer
-    with accepting_code(trust_code):
-        run = load_model(folder)
-    return run.decoder, run.tokenizer
+    """Load a model folder, or the best weights of a run, and its tokenizer; ConfigError if it has none."""
+    decoder, tokenizer = open_model(folder, trust_code=trust_code)
+    if tokenizer is None:
+        raise no_tokenizer(folder)
+    return decoder, tokenizer
 
 
 def model_of_source(folder: str, option: str) -> DecoderConfig:

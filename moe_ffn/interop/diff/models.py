@@ -37,14 +37,12 @@ from moe_ffn.kernels.select import BackendName
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import dtype_name
 from moe_ffn.runs.folder import is_run
-from moe_ffn.runs.reader import load_run
+from moe_ffn.weights.init_from import open_model
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
     TOKENIZER_FILE,
     distinct_tensors,
-    find_tokenizer,
     is_model_folder,
-    load_pretrained,
 )
 
 DTYPE_FLAGS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -149,12 +147,7 @@ def _sparse_modules(model: nn.Module) -> dict[str, str]:
 
 def _load_ours(folder: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
     options.require_experts(get_args(BackendName))
-    if is_run(folder):
-        saved = load_run(folder, trust_code=trust_code).saved_model
-        decoder, tokenizer = saved.decoder, saved.tokenizer
-    else:
-        decoder = load_pretrained(folder, trust_code=trust_code)
-        tokenizer = find_tokenizer(folder)
+    decoder, tokenizer = open_model(folder, trust_code=trust_code)
     if options.dtype is not None:
         decoder.to(DTYPE_FLAGS[options.dtype])
     if options.experts is not None:
