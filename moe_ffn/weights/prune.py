@@ -17,7 +17,7 @@ from moe_ffn.balancing.sums import count_pairs
 from moe_ffn.config.base import MAX_COUNT
 from moe_ffn.config.errors import ConfigError, import_optional
 from moe_ffn.ffn.base import FFNConfig, flatten_tokens
-from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.ffn.moe import MoEConfig, MoEFFN
 from moe_ffn.ffn.networks import networks
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.model.decoder import Decoder
@@ -51,10 +51,16 @@ class PruneConfig(BlockInitialiserConfig, frozen=True):
                 score_E = torch.rand(block.num_experts, generator=generator)
             else:
                 counts_E, reap_E = observe_use(source, layer, block, ids_BS)
-                score_E = reap_E if self.by == "reap" else counts_E
+                score_E = reap_E if self.by == "reap" else counts_E.double()
+            score_E[block.num_experts - num_always(config) :] = torch.inf
             kept = score_E.topk(self.num_experts).indices.sort().values
             pruned = prune_experts(block, config, source.config.d_model, kept, generator)
             yield layer, (config, pruned)
+
+
+def num_always(config: FFNConfig) -> int:
+    """Return the number of the last experts that process every token, and are neither pruned nor merged."""
+    return getattr(cast("MoEConfig", config).router, "num_always", 0)
 
 
 @torch.no_grad()
@@ -155,22 +161,26 @@ class MergeConfig(BlockInitialiserConfig, frozen=True):
                 ids_N = routing.expert_ids_N[routing.active_N]
                 counts_E.add_(count_pairs(ids_N[ids_N < block.num_experts], block.num_experts))
 
-            groups = group_experts(counts_E, products_EE, self.num_experts)
+            groups = group_experts(counts_E, products_EE, self.num_experts, num_always(config))
             d_model = source.config.d_model
             merged = merge_experts(block, config, d_model, groups, counts_E, generator)
             yield layer, (config, merged)
 
 
-def group_experts(counts_E: Tensor, products_EE: Tensor, num_groups: int) -> list[list[int]]:
+def group_experts(
+    counts_E: Tensor, products_EE: Tensor, num_groups: int, num_always: int = 0
+) -> list[list[int]]:
     """Group each expert with the most similar of the most used experts, which comes first. `counts_E` counts
-    choices; `products_EE` sums products of two experts' router logits, whose cosine is the similarity.
+    choices; `products_EE` sums products of two experts' router logits, whose cosine is the similarity. Each
+    of the last `num_always` experts, which process every token, is a group of its own.
     """
+    num_chosen = len(counts_E) - num_always
     norms_E = products_EE.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
     similarity_EE = products_EE / norms_E / norms_E.unsqueeze(-1)
-    order = counts_E.argsort(descending=True, stable=True).tolist()
-    leaders = sorted(order[:num_groups])
-    groups = {leader: [leader] for leader in leaders}
-    for expert in sorted(order[num_groups:]):
+    order = counts_E[:num_chosen].argsort(descending=True, stable=True).tolist()
+    leaders = sorted(order[: num_groups - num_always])
+    groups = {leader: [leader] for leader in (*leaders, *range(num_chosen, len(counts_E)))}
+    for expert in sorted(order[len(leaders) :]):
         groups[leaders[int(similarity_EE[expert, leaders].argmax())]].append(expert)
     return list(groups.values())
 

@@ -458,6 +458,22 @@ def test_mistakes_are_named(method: dict[str, Any], ffn: str, message: str) -> N
         )
 
 
+def test_pruning_and_merging_keep_the_experts_that_process_every_token() -> None:
+    router = {"type": "top_k", "k": 2, "num_always": 1}
+    source = decoder_of({"type": "moe", "num_experts": 6, "router": router})
+    for layer in source.layers:
+        as_moe(layer.ffn).experts.down.data[-1] *= 0.01  # the least important by its output
+    pruned = PruneConfig(num_experts=4).initialise([source], ids(), seeded())
+    for before, after in zip(source.layers, pruned.layers, strict=True):
+        downs = (as_moe(layer.ffn).experts.down[-1] for layer in (before, after))
+        assert torch.equal(*downs)
+    # Expert 2 is most similar to expert 3, which processes every token.
+    logits_TE = torch.tensor([[1.0, 0, 0.9, 1.0], [2, 0, 0.1, 0], [0, 3, 0.1, 0.1]]).double()
+    products_EE = logits_TE.t() @ logits_TE
+    groups = group_experts(torch.tensor([9, 8, 1, 9]), products_EE, 3, num_always=1)
+    assert groups == [[0, 2], [1], [3]]
+
+
 def test_models_that_differ_are_not_mixed() -> None:
     sources = [decoder_of(DENSE["swiglu"]), decoder_of(DENSE["swiglu"], num_layers=3)]
     with pytest.raises(ConfigError, match="num_layers is 2 in model 1 and 3 in model 2"):
