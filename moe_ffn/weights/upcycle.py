@@ -286,9 +286,9 @@ def _describe(weights: ExpertWeights | None) -> str:
 @torch.no_grad()
 def total_weight(router: Router, d_model: int, generator: Generator) -> float:
     """Return the mean sum of a token's weights, tokens from N(0, 1); ConfigError if no expert is chosen."""
-    # Routers that choose by token id have the same sum for every token, so any ids do.
     x_TD = torch.randn(_PROBES, d_model, generator=generator, dtype=torch.float64)
-    ids_T = torch.arange(_PROBES)
+    table_VK = getattr(router, "table_VK", None)  # has a row for each token id
+    ids_T = torch.arange(_PROBES) % (_PROBES if table_VK is None else len(table_VK))
     routing = (
         copy.deepcopy(router)
         .eval()
