@@ -120,8 +120,8 @@ class MixConfig(InitialiserConfig, frozen=True):
         made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
         layers = [layer_blocks(source) for source in sources]
         d_model, num_experts = first.config.d_model, len(sources) * self.granularity
-        for layer, (config, dense) in enumerate(layers[0]):
-            if networks(dense) is None:
+        for layer, (config, _) in enumerate(layers[0]):
+            if as_experts(config, d_model) is None:
                 continue  # this block is averaged
             target = experts_like(
                 config, d_model, num_experts, self.granularity, self.router, layer

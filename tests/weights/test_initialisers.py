@@ -209,6 +209,18 @@ def test_mixing_takes_experts_from_each_and_the_mean_of_the_rest() -> None:
         torch.testing.assert_close(state[name], mean)
 
 
+def test_mixing_takes_the_mean_of_layers_that_are_sparse_already() -> None:
+    sparse = {"type": "moe", "num_experts": 4}
+    sources = [decoder_of(DENSE["swiglu"], seed, ffn_at={"1": sparse}) for seed in range(2)]
+    state = MixConfig().initialise(sources, None, seeded()).state_dict()
+
+    assert state["layers.0.ffn.experts.down"].shape[0] == 2
+    name = "layers.1.ffn.experts.down"
+    torch.testing.assert_close(state[name], sum(s.state_dict()[name] for s in sources) / 2)
+    with pytest.raises(ConfigError, match="no layer of these models has a dense or a gated block"):
+        MixConfig().initialise([decoder_of(sparse)] * 2, None, seeded())
+
+
 # -- carving
 
 
