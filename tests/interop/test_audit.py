@@ -1129,6 +1129,18 @@ def test_blocks_of_ours_are_not_accused_and_random_states_stay(name: str) -> Non
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def decoder_of(**model: Any) -> Any:
+    torch.manual_seed(0)
+    return moe_ffn.DecoderConfig(d_model=16, num_layers=2, **model).build(64, 72)
+
+
+def test_experts_of_any_round_of_a_chain_may_learn() -> None:
+    # 288 tokens choose 2 of 128 experts in each round, so some experts are chosen in the second one only.
+    chain = {"type": "chain_of_experts", "ffn": {"type": "moe", "num_experts": 128}}
+    report = audit(decoder_of(ffn=chain), batch())
+    assert set(problems(report)) <= {"health"}, report
+
+
 def test_our_blocks_in_a_model_of_transformers() -> None:
     dense = model_of("llama", {"vocab_size": 64})
     router = {"type": "top_k", "k": 2, "renormalize": True}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ffn.ffn.base import without_round
 from moe_ffn.interop.audit.behaviour import MIN_PAIRS_PER_EXPERT
 from moe_ffn.interop.audit.findings import HEALTH, LEARNING, Finding, places
 from moe_ffn.interop.audit.layers import SparseLayer, listed
@@ -186,16 +187,17 @@ def _used_experts(
     if layer.kind == "listed":
         used = {e for e, out in kept if out.grad is not None and bool(out.grad.any())}
         return torch.tensor([expert in used for expert in range(layer.num_experts)])
-    routing = routings.get(layer.name)
-    if routing is None or len(kept) != 1 or kept[0][1].grad is None:
+    rounds = [r for name, r in routings.items() if without_round(name) == layer.name]
+    if not rounds or len(kept) != 1 or kept[0][1].grad is None:
         return None
     grad = kept[0][1].grad
     reached_T = (grad.reshape(-1, grad.shape[-1]) != 0).any(dim=-1)
-    if len(reached_T) != routing.num_tokens or routing.num_experts < layer.num_experts:
-        return None
-    counted_N = routing.computed_N & reached_T[routing.token_indices_N] & (routing.weights_N != 0)
-    used_E = torch.zeros(routing.num_experts, dtype=torch.bool, device=counted_N.device)
-    used_E[routing.expert_ids_N[counted_N]] = True
+    used_E = torch.zeros(rounds[0].num_experts, dtype=torch.bool, device=reached_T.device)
+    for routing in rounds:
+        if len(reached_T) != routing.num_tokens or routing.num_experts < layer.num_experts:
+            return None
+        reached_N = routing.computed_N & reached_T[routing.token_indices_N]
+        used_E[routing.expert_ids_N[reached_N & (routing.weights_N != 0)]] = True
     return used_E[: layer.num_experts].cpu()
 
 
