@@ -1141,6 +1141,19 @@ def test_experts_of_any_round_of_a_chain_may_learn() -> None:
     assert set(problems(report)) <= {"health"}, report
 
 
+def test_active_parameters_are_those_of_the_config_in_every_block() -> None:
+    moe = {"type": "moe", "num_experts": 8}
+    normed = {"type": "normed", "input": {}, "ffn": moe}
+    chain = {"type": "chain_of_experts", "ffn": moe}
+    some = {"type": "mixture_of_depths", "router": {"type": "relu", "k": 0.5}, "ffn": moe}
+    for ffn, per_token in ((normed, "2"), (chain, "2, 4"), (some, "1, 2")):
+        model = decoder_of(ffn=moe, ffn_at={"1": ffn})
+        report = audit(model, batch())
+        active = model.config.num_active_params(64, 72)
+        assert report.facts["parameters"].endswith(f", {active:,} active")
+        assert report.facts["experts"] == f"8, {per_token} per token"
+
+
 def test_our_blocks_in_a_model_of_transformers() -> None:
     dense = model_of("llama", {"vocab_size": 64})
     router = {"type": "top_k", "k": 2, "renormalize": True}

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.interop.audit.balancing import check_balancing, check_objective
 from moe_ffn.interop.audit.behaviour import check_behaviour
 from moe_ffn.interop.audit.findings import NUMBERS, AuditReport, Finding
+from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.learning import check_gradients, check_optimizer, check_requires_grad
 from moe_ffn.interop.audit.numerics import check_kernels, check_precision, record
 from moe_ffn.interop.audit.order import check_order
@@ -99,16 +100,9 @@ def facts(probe: Probe) -> dict[str, str]:
     layers = probe.layers
     total = sum(parameter.numel() for parameter in probe.model.parameters())
     in_experts = sum(layer.num_parameters for layer in layers)
-    per_token: set[float] = set()  # as configs declare it
-    idle = 0.0
-    for layer in layers:
-        k = option_of(probe.config, K_OPTIONS)
-        if isinstance(layer.block, FFNBlock):
-            k = getattr(getattr(layer.block, "config", None), "experts_per_token", None)
-        if k is not None:
-            per_token.add(k)
-            idle += layer.num_parameters * (1 - k / layer.num_experts)
-    ks = ", ".join(f"{k:g}" for k in sorted(per_token))
+    uses = [use for layer in layers if (use := use_of(probe, layer)) is not None]
+    ks = ", ".join(f"{k:g}" for k in sorted({k for k, _ in uses}))
+    active = round(total - sum(idle for _, idle in uses))
     kinds = {
         "moe_ffn": "blocks of moe_ffn",
         "fused": "fused experts",
@@ -121,7 +115,29 @@ def facts(probe: Probe) -> dict[str, str]:
         "experts": f"{', '.join(map(str, counts))}, {ks or '?'} per token",
         "shared expert": "yes" if any(layer.shared for layer in layers) else "no",
         "parameters": f"{total:,}, {in_experts / max(total, 1):.0%} in experts"
-        + (f", {round(total - idle):,} active" if ks else ""),
+        + (f", {active:,} active" if len(uses) == len(layers) else ""),
         "dtype": ", ".join(dtypes),
         "batch": f"{probe.ids_BS.shape[0]} sequences of {probe.ids_BS.shape[1]} tokens",
     }
+
+
+def use_of(probe: Probe, layer: SparseLayer) -> tuple[float, float] | None:
+    """Return the experts per token and the number of parameters that a token does not use, as the config of a
+    layer declares them; None if it does not.
+    """
+    if not isinstance(layer.block, FFNBlock):
+        k = option_of(probe.config, K_OPTIONS)
+        return None if k is None else (k, layer.num_parameters * (1 - k / layer.num_experts))
+    config, d_model = (getattr(layer.block, name, None) for name in ("config", "d_model"))
+    if not isinstance(config, FFNConfig) or not isinstance(d_model, int):
+        return None
+    infos = [info for info in config.router_infos().values() if not info.selects_tokens]
+    if not infos:  # a soft mixture
+        return None
+    k = sum(
+        info.token_fraction
+        * info.router.experts_per_token(info.num_experts)
+        * (info.num_networks / info.num_experts)
+        for info in infos
+    )
+    return k, config.num_params(d_model) - config.num_active_params(d_model)
