@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
-from moe_ffn.ffn.base import FFNBlock, layer_name, prefix_names
+from moe_ffn.ffn.base import FFNBlock, is_inner, layer_name, prefix_names
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import routing_of_pairs
 
@@ -151,9 +151,11 @@ class Watcher:
 
     def _routings_of_block(self, name: str, output: FFNOutput) -> dict[str, Routing]:
         routings = prefix_names(name, output.routings)
-        own = routings.get(name)
-        if own is not None and own.mask_T is None:
-            routings[name] = replace(own, mask_T=self._context(own.num_tokens).mask)
+        for key, routing in routings.items():
+            # An inner block reads other tokens than the layer.
+            if routing.mask_T is None and not is_inner(key):
+                mask_T = self._context(routing.num_tokens).mask
+                routings[key] = replace(routing, mask_T=mask_T)
         return routings
 
     def _context(self, num_tokens: int) -> TokenContext:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moe_ffn import ConfigError, DecoderConfig, load_balancing_loss
-from moe_ffn.interop import watch
+from moe_ffn.interop import swap_ffn, watch
 from tests.helpers.transformers_models import (
     FAMILIES,
     IDS_BS,
@@ -83,6 +83,17 @@ def test_padding_reaches_the_routings_of_our_own_blocks() -> None:
     mask_T = passes[0]["layer_01"].mask_T
     assert mask_T is not None
     assert torch.equal(mask_T, MASK_BS.flatten().bool())
+
+
+def test_padding_reaches_every_round_of_a_chain_in_a_model_of_transformers() -> None:
+    model = model_of("llama", {"vocab_size": 64})
+    swap_ffn(model, [0], {"type": "chain_of_experts", "ffn": {"type": "moe", "num_experts": 4}})
+    mask = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])
+    with watch(model) as passes:
+        model(input_ids=torch.arange(12).view(2, 6), attention_mask=mask)
+    assert list(passes[-1]) == ["layer_00", "layer_00/round_2"]
+    for routing in passes[-1].values():
+        assert routing.num_real_tokens == 9
 
 
 def test_it_leaves_no_hook_behind_whatever_happens() -> None:
