@@ -281,6 +281,16 @@ def test_dense_models_are_compared_without_routing(tmp_path: Path) -> None:
     assert any("router" in name for name in mixed.only_b)
 
 
+def test_rounds_of_a_chain_are_compared_in_their_order(tmp_path: Path) -> None:
+    chain = {"type": "chain_of_experts", "rounds": 5, "ffn": {"type": "moe", "num_experts": 4}}
+    one, two = (save_ours(tmp_path / str(seed), seed, chain) for seed in range(2))
+    found = moe_ffn.diff(one, two, TEXT)
+    rounds = ["", *(f"/round_{number}" for number in range(2, 6))]
+    assert [*found.flips] == [f"layer_0{n}{each}" for n in range(2) for each in rounds]
+    assert found.flips["layer_00"]
+    assert found.first_flip == "layer_00"
+
+
 def test_routers_that_cannot_replay_choose_again(tmp_path: Path) -> None:
     ffn = {"type": "moe", "num_experts": 4, "router": {"type": "noisy_top_k"}}
     top_k = {"type": "moe", "num_experts": 4}

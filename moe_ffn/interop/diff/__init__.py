@@ -190,8 +190,8 @@ def _compare_outputs(
             again_SV = None if replayed_BSV is None else replayed_BSV[row]
             measures.append(_measures(a_BSV[row], b_BSV[row], again_SV))
         flipped_T = torch.zeros(ids_BS.numel(), dtype=torch.bool, device=ids_BS.device)
-        for name in routings_a.keys() & routings_b.keys():
-            if not is_inner(name):
+        for name in routings_a:
+            if name in routings_b and not is_inner(name):
                 changed_T = _changed(routings_a[name], routings_b[name])
                 flips[name] = flips.get(name, 0) + int(changed_T.sum())
                 flipped_T |= changed_T
