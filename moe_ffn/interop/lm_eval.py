@@ -128,7 +128,9 @@ class HarnessModel(TemplateLM):
             [torch.tensor(prompt[-self.max_length :], device=self._device)],
             int(options.get("max_gen_toks") or MAX_NEW_TOKENS),
             Sampling(
-                temperature=float(options.get("temperature") or 1) * bool(do_sample), top_k=None
+                temperature=float(options.get("temperature") or 1) * bool(do_sample),
+                top_k=max(options.get("top_k") or 0, 0) or None,  # -1 means all, as in vLLM
+                top_p=options.get("top_p"),
             ),
             torch.Generator(self._device).manual_seed(0),
         )

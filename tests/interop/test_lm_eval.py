@@ -117,6 +117,18 @@ def test_an_answer_ends_before_a_stop_string_or_after_its_tokens(decoder: Decode
     assert answers[2] == TOKENIZER.decode(ids[:2])
 
 
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_a_task_may_limit_the_tokens_to_sample_from(
+    decoder: Decoder, limit: dict[str, float]
+) -> None:
+    options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 2.0}
+    greedy = request("the cat", {"until": [], "max_gen_toks": 12})
+    limited = request("the cat", {**options, **limit})
+    free = request("the cat", {**options, "top_k": -1})
+    answers = HarnessModel(decoder, TOKENIZER).generate_until([greedy, limited, free])
+    assert answers[0] == answers[1] != answers[2]
+
+
 def test_tasks_of_local_files(decoder: Decoder, tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks")
     model = HarnessModel(decoder, TOKENIZER, batch_size=2)
