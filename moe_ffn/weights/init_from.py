@@ -64,6 +64,8 @@ class Source:
                 "use its own: --data.tokenizer '{type: file, path: "
                 f"{self.folder / TOKENIZER_FILE}}}'"
             )
+        if self.tokenizer is not None and self.tokenizer.vocab_size != num_embeddings:
+            advice = f"its own has {self.tokenizer.vocab_size:,}, so no run can use this model"
         if num_embeddings != tokenizer.vocab_size:
             raise ConfigError(
                 f"{self.option}: the model in '{self.folder}' has {num_embeddings:,} tokens, but the "
@@ -71,7 +73,8 @@ class Source:
             )
         if self.tokenizer is None:
             return
-        pairs = zip(self.tokenizer.token_bytes, tokenizer.token_bytes, strict=True)
+        # The model may have rows of embeddings that its tokenizer does not use.
+        pairs = zip(self.tokenizer.token_bytes, tokenizer.token_bytes, strict=False)
         for token_id, (theirs, ours) in enumerate(pairs):
             if theirs != ours:
                 raise ConfigError(

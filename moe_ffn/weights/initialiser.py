@@ -59,7 +59,8 @@ class CalibrationConfig(Config, frozen=True):
         seq_len = min(config.seq_len, source.decoder.max_seq_len)
         config = config.model_copy(update={"seq_len": seq_len})
         data = prepare(config)
-        source.require_same_tokens(data.tokenizer)
+        if self.data is None:  # else the tokenizer is the source's
+            source.require_same_tokens(data.tokenizer)
         return config, data
 
     def ids(self, config: DataConfig, data: PreparedData) -> Tensor:

@@ -16,6 +16,7 @@ from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.weights.init_from import fit_weights, read_source
+from moe_ffn.weights.initialiser import CalibrationConfig
 
 LENGTH = 16
 TEXT = [b"the cat sat on a mat, and the dog did not " * 40]
@@ -162,6 +163,27 @@ def test_tokens_that_mean_other_text_are_rejected(folder: Callable[..., str]) ->
         match=r"token \d+ is b'.*' in the tokenizer of '.*' but b'.*' in the tokenizer of this run",
     ):
         source.require_same_tokens(other)
+
+
+def test_unused_rows_of_a_vocabulary_are_no_obstacle_to_a_text_but_to_a_run(
+    folder: Callable[..., str], tmp_path: Path
+) -> None:
+    bpe = train_bpe(TEXT, 300)
+    source = read_source(folder(BytesTokenizer(), vocab_size=bpe.vocab_size), "init_from")
+    (tmp_path / "text.txt").write_bytes(TEXT[0] * 10)
+    data = {
+        "corpus": {"type": "text", "paths": [str(tmp_path / "text.txt")]},
+        "cache_dir": str(tmp_path / "cache"),
+        "seq_len": LENGTH,
+    }
+    _, prepared = CalibrationConfig.model_validate({"data": data}).prepared(source)
+    assert prepared.tokenizer.vocab_size == 257
+    with pytest.raises(
+        ConfigError, match="tokenizer of this run has 257; its own has 257, so no run"
+    ):
+        source.require_same_tokens(BytesTokenizer())
+    with pytest.raises(ConfigError, match=r"token 0 is b'.*' in the tokenizer of"):
+        source.require_same_tokens(bpe)
 
 
 NO_MODELS: list[tuple[dict[str, str] | str | None, str]] = [
