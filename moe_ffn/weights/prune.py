@@ -68,13 +68,13 @@ def observe_use(
     decoder: Decoder, layer: int, block: MoEFFN, ids_BS: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the pairs that each expert of a layer computed on a text, int64 (E,), and its mean g ||f|| over
-    them, float64 (E,), 0 without pairs; ConfigError for custom experts, which have no separate outputs.
+    them, float64 (E,), 0 without pairs; ConfigError for experts without separate outputs, such as `latent`.
     """
     weights = networks(block)
     if weights is None:
         raise ConfigError(
-            f"method.by: the experts of layer {layer} are of a custom type, whose separate outputs are not "
-            "available; use random"
+            f"method.by: experts of type '{block.config.experts.type}' in layer {layer} have no separate "
+            "outputs; use random"
         )
     counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
     norms_E = torch.zeros(block.num_experts, dtype=torch.float64)
@@ -217,7 +217,8 @@ def merge_experts(
     source, target = networks(block), networks(made)
     if source is None or target is None:
         raise ConfigError(
-            "method.type: the experts are of a custom type, whose units cannot be aligned; use prune"
+            f"method.type: experts of type '{block.config.experts.type}' have no units that can be aligned; "
+            "use prune"
         )
     rows, made_rows = block.router.expert_rows(), made.router.expert_rows()
     for index, group in enumerate(groups):

@@ -458,6 +458,8 @@ def test_experts_follow_the_one_that_the_router_scores_alike() -> None:
         ({"type": "prune", "num_experts": 7}, "moe", r"method.num_experts \(7\) must not .* \(6\)"),
         ({"type": "prune", "num_experts": 1}, "moe", r"layer 0: router.k \(2\) must not exceed"),
         ({"type": "prune", "num_experts": 2}, "hash", "HashRouter has no row for each expert"),
+        ({"type": "prune"}, "latent", "type 'latent' in layer 0 have no separate outputs; use random"),
+        ({"type": "merge"}, "latent", "type 'latent' have no units that can be aligned; use prune"),
         ({"type": "merge", "num_experts": 4}, "keys", "layer 0, of type 'product_key', scores only a few"),
         ({"type": "prune"}, "chain", "experts of type 'chain_of_experts' cannot be removed"),
     ],
@@ -469,6 +471,7 @@ def test_mistakes_are_named(method: dict[str, Any], ffn: str, message: str) -> N
         "moe": {"type": "moe", "num_experts": 6},
         "hash": {"type": "moe", "num_experts": 6, "router": "hash"},
         "keys": {"type": "moe", "num_experts": 9, "router": "product_key"},
+        "latent": {"type": "moe", "num_experts": 6, "experts": {"type": "latent", "width": 4}},
         "chain": {"type": "chain_of_experts", "ffn": {"type": "moe", "num_experts": 6}},
     }
     with pytest.raises(ConfigError, match=message):
