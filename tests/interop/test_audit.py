@@ -1160,6 +1160,7 @@ def test_our_blocks_in_a_model_of_transformers() -> None:
     moe_ffn.interop.swap_ffn(dense, [0, 1], {"type": "moe", "num_experts": 8, "router": router})
     report = audit(dense, batch())
     assert set(problems(report)) <= {"structure", "learning", "health"}, report
+    assert report.ok, "equal experts give the router no gradient, until they differ"
     copies = [finding.sentence for finding in report.warnings if finding.check == "structure"]
     assert copies[0].startswith("only 1 of 8 experts are distinct: the model is upcycled")
     assert len(copies) == 2

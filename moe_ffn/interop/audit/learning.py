@@ -18,6 +18,7 @@ from moe_ffn.interop.audit.behaviour import MIN_PAIRS_PER_EXPERT
 from moe_ffn.interop.audit.findings import HEALTH, LEARNING, Finding, places
 from moe_ffn.interop.audit.layers import SparseLayer, listed
 from moe_ffn.interop.audit.probe import Probe, mode
+from moe_ffn.interop.audit.structure import samples_of_experts
 from moe_ffn.outputs import FFNOutput, Routing
 
 MIN_ROUTER_SHARE = 1e-6
@@ -276,10 +277,15 @@ def _router_problems(
     largest = max(norms.values(), default=0.0)
     router = sum(norms.get(parameter, 0.0) for parameter in trained.values())
     if not router > MIN_ROUTER_SHARE * largest:
-        yield LEARNING.at(layer.name).fails(
+        # Copies of one expert, as after upcycling, compute the same however the router weighs them.
+        has_copies = len(set(samples_of_experts(layer))) < layer.num_experts
+        yield LEARNING.at(layer.name).finding(
+            "warn" if has_copies else "fail",
             f"the cross-entropy gives the router no gradient (norm {router:.1e}, largest {largest:.1e}): "
             f"{places(trained)}",
-            "do not detach the weights of the experts, and do not renormalise one expert per token",
+            "equal experts give it none; it learns once they differ"
+            if has_copies
+            else "do not detach the weights of the experts, and do not renormalise one expert per token",
         )
 
 

@@ -102,7 +102,7 @@ def _declared_shapes(probe: Probe) -> dict[str, tuple[int, ...]] | None:
 def check_expert_weights(probe: Probe) -> Iterator[Finding]:
     """Find experts that are equal, or whose matrix is zero while those of other experts are not."""
     for layer in probe.layers:
-        samples = _samples(layer)
+        samples = samples_of_experts(layer)
         distinct = len(set(samples))
         if distinct < len(samples):
             yield STRUCTURE.at(layer.name).warns(
@@ -127,7 +127,7 @@ def check_expert_weights(probe: Probe) -> Iterator[Finding]:
             )
 
 
-def _samples(layer: SparseLayer) -> list[bytes]:
+def samples_of_experts(layer: SparseLayer) -> list[bytes]:
     """Return at most SAMPLE numbers of each tensor of each expert."""
     rows: dict[int | None, list[Tensor]] = {}
     for tensor in layer.weights:
