@@ -1154,6 +1154,13 @@ def test_active_parameters_are_those_of_the_config_in_every_block() -> None:
         assert report.facts["experts"] == f"8, {per_token} per token"
 
 
+def test_a_mixture_of_depths_around_a_dense_block_is_audited() -> None:
+    depths = {"type": "mixture_of_depths", "router": {"type": "relu", "k": 0.5}, "ffn": "swiglu"}
+    report = audit(decoder_of(ffn=depths), batch())
+    assert set(problems(report)) <= {"health"}, report
+    assert report.facts["experts"] == "0, ? per token"
+
+
 def test_our_blocks_in_a_model_of_transformers() -> None:
     dense = model_of("llama", {"vocab_size": 64})
     router = {"type": "top_k", "k": 2, "renormalize": True}

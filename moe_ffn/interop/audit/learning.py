@@ -172,9 +172,9 @@ def _keep_outputs(
             hidden.retain_grad()
             kept.append((expert, hidden))
 
-    modules: list[tuple[int | None, nn.Module]] = [(None, layer.experts[-1])]
-    if layer.kind == "moe_ffn":
-        modules = [(None, layer.block)]
+    modules: list[tuple[int | None, nn.Module]] = [(None, layer.block)]
+    if layer.kind == "fused":
+        modules = [(None, layer.experts[-1])]
     elif layer.kind == "listed":
         modules = [pair for experts in layer.experts for pair in enumerate(listed(experts))]
     for expert, module in modules:
