@@ -92,7 +92,9 @@ class ParamWrapper(peft_layer.ParamWrapper):
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         experts: Any = self.get_base_layer()
         adapters = [name for name in active_adapters if name in self.lora_A]
-        if not adapters or not _runs_our_kernels(experts):
+        # Experts that are rounded round W + B A, of which the kernels would round W alone.
+        is_rounded = "before_products" in vars(experts)
+        if not adapters or is_rounded or not _runs_our_kernels(experts):
             with super()._activate_lora(active_adapters):
                 yield
             return

@@ -210,6 +210,7 @@ WRAPPED: dict[str, Any] = {
     "latent": {"type": "moe", "experts": {"type": "latent", "width": 8}},
     "normed": {"type": "moe", "experts": {"type": "normed", "input": {}, "each": {}}},
     "soft": "soft_moe",
+    "rounded": {"type": "moe", "experts": {"type": "fake_quantized"}},
 }
 
 
