@@ -25,6 +25,7 @@ from moe_ffn.interop.routings import (
     number_of_layers,
     routing_modules,
     sibling_modules,
+    sparse_modules,
 )
 from moe_ffn.outputs import Routing, TokenContext
 
@@ -224,14 +225,15 @@ def _record_of_layers(
             f"{tuple(table.shape)}"
         )
     num_layers, given = number_of_layers(model, modules), table.shape[-2]
-    if given not in (num_layers, len(modules)):
+    sparse = sparse_modules(model)
+    if given not in (num_layers, len(sparse)):
         raise ConfigError(
-            f"replay: the record has {given} layers, but the model has {num_layers}, of which {len(modules)} "
+            f"replay: the record has {given} layers, but the model has {num_layers}, of which {len(sparse)} "
             "are sparse; give the record of this model"
         )
     places = {
         name: layer_number(name) if given == num_layers else place
-        for place, name in enumerate(modules)
+        for place, name in enumerate(sparse)
     }
     return {name: _check_filled(name, table.select(-2, place)) for name, place in places.items()}
 

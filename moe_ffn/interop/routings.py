@@ -192,6 +192,15 @@ def routing_modules(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def sparse_modules(model: nn.Module) -> dict[str, str]:
+    """Return the modules of `routing_modules` that route tokens: without our dense blocks."""
+    return {
+        name: path
+        for name, path in routing_modules(model).items()
+        if not isinstance(module := model.get_submodule(path), FFNBlock) or module.routers()
+    }
+
+
 def number_of_layers(model: nn.Module, modules: Mapping[str, str]) -> int:
     """Return the length of the stack that contains the modules of `routing_modules`."""
     path = re.split(r"(?:^|\.)\d+(?:\.|$)", next(iter(modules.values())), maxsplit=1)[0]

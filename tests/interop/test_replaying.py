@@ -228,6 +228,19 @@ def test_our_decoder_replays_with_and_without_a_cache() -> None:
     assert (after.weights_N > 0).all()
 
 
+def test_arrays_have_the_sparse_layers_of_our_decoder_or_all() -> None:
+    options: Any = {"d_model": 16, "num_layers": 3, "ffn": "moe", "ffn_at": {"0": "swiglu"}}
+    decoder = DecoderConfig.model_validate(options).build(64, 6)
+    ids_BS = torch.arange(12).view(2, 6)
+    with watch(decoder) as passes:
+        expected = decoder(ids_BS).logits
+    ids = [passes[0][f"layer_0{n}"].expert_ids_N.view(2, 6, 2).flip(-1) for n in (1, 2)]
+    for layers in (ids, [torch.zeros_like(ids[0]), *ids]):
+        with replay(decoder, torch.stack(layers, dim=2)), watch(decoder) as again:
+            torch.testing.assert_close(decoder(ids_BS).logits, expected)
+        assert torch.equal(again[0]["layer_01"].expert_ids_N, ids[0].flatten())
+
+
 def test_blocks_of_swap_ffn_replay() -> None:
     model = model_of("llama", {"experts_implementation": None})
     swap_ffn(model, [1], {"type": "moe", "num_experts": 4, "router": {"type": "sigmoid_top_k"}})

@@ -16,7 +16,7 @@ from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.config.files import kind_of
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.experts.matrices import MatrixExperts
-from moe_ffn.ffn.base import FFNBlock, short_name
+from moe_ffn.ffn.base import short_name
 from moe_ffn.hf.from_transformers import load_transformers
 from moe_ffn.interop.diff.difference import TensorDifference
 from moe_ffn.interop.hf_kernels import register
@@ -32,7 +32,7 @@ from moe_ffn.interop.hf_models import (
     wrong_base,
 )
 from moe_ffn.interop.replaying import count_experts
-from moe_ffn.interop.routings import routing_modules
+from moe_ffn.interop.routings import sparse_modules
 from moe_ffn.kernels.select import BackendName
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import dtype_name
@@ -135,14 +135,9 @@ def load(folder: Path, other: Path, options: LoadOptions, *, trust_code: bool) -
 
 def _sparse_modules(model: nn.Module) -> dict[str, str]:
     try:
-        modules = routing_modules(model)
+        return sparse_modules(model)
     except ConfigError:
         return {}
-    return {
-        name: path
-        for name, path in modules.items()
-        if not isinstance(module := model.get_submodule(path), FFNBlock) or module.routers()
-    }
 
 
 def _load_ours(folder: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
