@@ -32,7 +32,9 @@ MAX_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """A causal decoder and its tokenizer as a model of lm-eval; an end of document precedes each text."""
+    """A causal decoder and its tokenizer as a model of lm-eval; texts without a context follow an end of
+    document.
+    """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int = 16) -> None:
         """Take a decoder in evaluation mode, on its device, and the number of requests in a batch, which
