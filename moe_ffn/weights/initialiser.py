@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, cast
 
 import torch
@@ -165,6 +165,21 @@ def block_inputs(
             yield inputs.pop()
 
 
+def _with_experts(config: MoEConfig, num_experts: int, d_model: int) -> MoEConfig:
+    """Return a config with another number of experts of the same width; ConfigError if it is not valid."""
+    experts = config.experts.with_fixed_width(d_model, config.experts_per_token)
+    options = {**dict(config), "num_experts": num_experts, "experts": experts}
+    return validate(type(config), options)
+
+
+def _least_experts(config: MoEConfig, above: int, d_model: int) -> int:
+    """Return the least number of experts above another number with which a config is valid."""
+    for num_experts in range(above + 1, config.num_experts):
+        with suppress(ConfigError):
+            return _with_experts(config, num_experts, d_model).num_experts
+    return config.num_experts
+
+
 def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNConfig, MoEFFN]]:
     """Return (config with fewer experts of the same width, block) of each sparse layer. ConfigError without
     sparse layers, or if a layer or router does not have or support so few experts.
@@ -173,15 +188,22 @@ def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNCon
     for layer, (config, block) in enumerate(layer_blocks(decoder)):
         if not isinstance(config, MoEConfig) or config.expert_stack is None:
             continue
-        experts = config.experts.with_fixed_width(decoder.config.d_model, config.experts_per_token)
-        options = {**dict(config), "num_experts": num_experts, "experts": experts}
-        with prefix_errors(f"method.num_experts ({num_experts}), layer {layer}: "):
-            smaller = validate(type(config), options)
         if num_experts > config.num_experts:
             raise ConfigError(
                 f"method.num_experts ({num_experts}) must not exceed the experts of layer {layer} "
                 f"({config.num_experts}); give fewer"
             )
+        try:
+            smaller = _with_experts(config, num_experts, decoder.config.d_model)
+        except ConfigError as error:
+            problem, _, _ = str(error).rpartition(
+                "; "
+            )  # its advice changes the router of a trained model
+            least = _least_experts(config, num_experts, decoder.config.d_model)
+            raise ConfigError(
+                f"method.num_experts ({num_experts}), layer {layer}: {problem}; keep {least} of its "
+                f"{config.num_experts} experts"
+            ) from error
         resized[layer] = smaller, cast("MoEFFN", block)
     if not resized:
         types = {ffn.type for ffn in decoder.config.layer_ffns() if ffn.router_infos()}
