@@ -34,8 +34,6 @@ from moe_ffn.config.process_memory import memory_errors_as_config_errors
 from moe_ffn.config.trust import accepting_code, only_trusted_code
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
-from moe_ffn.experts.base import Experts
-from moe_ffn.ffn.dense import HiddenWidthFFN
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.runs.custom_code import code_files, portable_options
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
@@ -216,9 +214,8 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     with open_weights(folder) as slices:
         found = {name: part.get_shape() for name, part in slices.items()}
         require_fitting(folder, "this model", expected, found)
-        stored = {name: slices[name].get_dtype() for name, _ in decoder.named_parameters()}
-        require_floating(folder, stored)
-        _require_dtype_of_tokens(folder, decoder, stored)
+        names = (name for name, _ in decoder.named_parameters())
+        require_floating(folder, {name: slices[name].get_dtype() for name in names})
         weights = {name: part[...] for name, part in slices.items()}
     assign_weights(decoder, weights)
     return decoder.eval()
@@ -370,19 +367,6 @@ def require_floating(folder: Path, stored: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"'{folder}' has quantised weights ({show(name)} is {dtype}); give weights in a "
                 "floating-point dtype"
-            )
-
-
-def _require_dtype_of_tokens(folder: Path, decoder: Decoder, stored: Mapping[str, str]) -> None:
-    """Raise ConfigError if experts or dense blocks have another dtype than the embedded tokens."""
-    dtype = stored["embedding.weight"]
-    paths = (p for p, m in decoder.named_modules() if isinstance(m, Experts | HiddenWidthFFN))
-    prefixes = tuple(f"{path}." for path in paths)
-    for name, other in stored.items():
-        if name.startswith(prefixes) and other != dtype:
-            raise ConfigError(
-                f"'{folder}' has {show(name)} in {other}, but 'embedding.weight' in {dtype}; give both in "
-                "one dtype"
             )
 
 

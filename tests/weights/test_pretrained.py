@@ -168,9 +168,9 @@ def rename_weight(file: Path) -> None:
     save_file(dict(weights), file)
 
 
-def round_weight(file: Path, dtype: torch.dtype, name: str = "embedding.weight") -> None:
+def round_weight(file: Path, dtype: torch.dtype) -> None:
     weights = load_file(file)
-    save_file({**weights, name: weights[name].to(dtype)}, file)
+    save_file({**weights, "embedding.weight": weights["embedding.weight"].to(dtype)}, file)
 
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -203,14 +203,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "fp8": (
         lambda f: round_weight(f / WEIGHTS, torch.float8_e4m3fn),
         "'embedding.weight' is F8_E4M3",
-    ),
-    "experts of another dtype": (
-        lambda f: round_weight(f / WEIGHTS, torch.bfloat16, "layers.1.ffn.experts.down"),
-        "has 'layers.1.ffn.experts.down' in BF16, but 'embedding.weight' in F32; give both in one dtype",
-    ),
-    "a shared expert of another dtype": (
-        lambda f: round_weight(f / WEIGHTS, torch.float64, "layers.0.ffn.shared_expert.up.weight"),
-        "has 'layers.0.ffn.shared_expert.up.weight' in F64, but 'embedding.weight' in F32; give both in",
     ),
     "no weights": (
         lambda f: (f / WEIGHTS).unlink(),
