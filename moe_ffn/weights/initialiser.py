@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -165,21 +165,6 @@ def block_inputs(
             yield inputs.pop()
 
 
-def _with_experts(config: MoEConfig, num_experts: int, d_model: int) -> MoEConfig:
-    """Return a config with another number of experts of the same width; ConfigError if it is not valid."""
-    experts = config.experts.with_fixed_width(d_model, config.experts_per_token)
-    options = {**dict(config), "num_experts": num_experts, "experts": experts}
-    return validate(type(config), options)
-
-
-def _least_experts(config: MoEConfig, above: int, d_model: int) -> int:
-    """Return the least number of experts above another number with which a config is valid."""
-    for num_experts in range(above + 1, config.num_experts):
-        with suppress(ConfigError):
-            return _with_experts(config, num_experts, d_model).num_experts
-    return config.num_experts
-
-
 def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNConfig, MoEFFN]]:
     """Return (config with fewer experts of the same width, block) of each sparse layer. ConfigError without
     sparse layers, or if a layer or router does not have or support so few experts.
@@ -193,16 +178,14 @@ def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNCon
                 f"method.num_experts ({num_experts}) must not exceed the experts of layer {layer} "
                 f"({config.num_experts}); give fewer"
             )
+        experts = config.experts.with_fixed_width(decoder.config.d_model, config.experts_per_token)
+        options = {**dict(config), "num_experts": num_experts, "experts": experts}
         try:
-            smaller = _with_experts(config, num_experts, decoder.config.d_model)
+            smaller = validate(type(config), options)
         except ConfigError as error:
-            problem, _, _ = str(error).rpartition(
-                "; "
-            )  # its advice changes the router of a trained model
-            least = _least_experts(config, num_experts, decoder.config.d_model)
+            problem, _, _ = str(error).rpartition("; ")  # its advice is for training
             raise ConfigError(
-                f"method.num_experts ({num_experts}), layer {layer}: {problem}; keep {least} of its "
-                f"{config.num_experts} experts"
+                f"method.num_experts ({num_experts}), layer {layer}: {problem}; keep more experts"
             ) from error
         resized[layer] = smaller, cast("MoEFFN", block)
     if not resized:
