@@ -287,7 +287,7 @@ def _attempt(
         written: dict[str, Any] = {**sizes}
         for part in (*family.decoder, *family.ffn):
             written |= part.write(options)
-        config = config_of(family, HFConfig(family.model_type, {**family.defaults, **written}))
+        config = config_of(family, family.complete(HFConfig(family.model_type, written)))
         read, _ = options_of(config.model)
         found = [available.pop(path) for path in differences(options, read) if path in available]
         useful = [rewrite for rewrite in found if rewrite.options(options)]
@@ -401,7 +401,7 @@ def hf_tensors(
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
     """Return the sizes of their tensors in bytes, and functions that make them."""
     config, family = export.config, export.family
-    hf = HFConfig(family.model_type, {**family.defaults, **export.options})
+    hf = family.complete(HFConfig(family.model_type, export.options))
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
     dtype = decoder.embedding.weight.dtype
     state = dict(decoder.state_dict())
