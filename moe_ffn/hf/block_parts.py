@@ -22,7 +22,6 @@ from moe_ffn.hf.layouts import (
     named,
     rows_of,
     stacked,
-    transposed,
 )
 from moe_ffn.hf.options import ACTIVATIONS, HFConfig, jittered
 
@@ -140,18 +139,8 @@ def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
     return lambda hf: template if hf[option] else otherwise
 
 
-K = "=num_experts_per_tok"
-INTERMEDIATE, MOE_INTERMEDIATE = ("=intermediate_size", "=moe_intermediate_size")
-SOFTMAX = {"type": "top_k", "k": K}
-RENORMALIZED = {**SOFTMAX, "renormalize": True}
-SOFTMAX_OF_CHOSEN = {**SOFTMAX, "softmax": "after"}
-SIGMOID = {"type": "sigmoid_top_k", "k": K}
-BIASED = {**SIGMOID, "scale": "=routed_scaling_factor"}
-BIASED_GROUPS = {**BIASED, "renormalize": "=norm_topk_prob", "groups": HFConfig.groups}
-
-
 def moe(
-    router: Any, width: Any = MOE_INTERMEDIATE, count: str = "num_experts", **options: Any
+    router: Any, width: Any = "=moe_intermediate_size", count: str = "num_experts", **options: Any
 ) -> dict[str, Any]:
     """Return the template of a Mixture of Experts; their option `count` has the number of experts."""
     experts = {"type": gate(), "d_ff": width}
@@ -170,9 +159,6 @@ def shared(width: str, count: str | None = None, **options: Any) -> Template:
 Names = Mapping[str, TensorLayout]
 
 
-TRANSPOSED: Names = {
-    f"experts.{name}": transposed(f"experts.{name}_proj") for name in ("gate_up", "down")
-}
 NAMES: Names = {
     **linear(
         router__projection=(

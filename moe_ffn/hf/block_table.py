@@ -5,17 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_ffn.hf.block_parts import (
-    BIASED,
-    BIASED_GROUPS,
-    INTERMEDIATE,
-    MOE_INTERMEDIATE,
-    RENORMALIZED,
-    SIGMOID,
-    SOFTMAX,
-    SOFTMAX_OF_CHOSEN,
-    TRANSPOSED,
     BlockEntry,
-    K,
     experts_by_number,
     fused_shared_expert,
     gate,
@@ -38,18 +28,32 @@ from moe_ffn.hf.layouts import (
 )
 from moe_ffn.hf.options import HFConfig
 
+# -- parts of entries
+
+K = "=num_experts_per_tok"
+INTERMEDIATE, MOE_INTERMEDIATE = ("=intermediate_size", "=moe_intermediate_size")
+SOFTMAX = {"type": "top_k", "k": K}
+RENORMALIZED = {**SOFTMAX, "renormalize": True}
+SOFTMAX_OF_CHOSEN = {**SOFTMAX, "softmax": "after"}
+SIGMOID = {"type": "sigmoid_top_k", "k": K}
+BIASED = {**SIGMOID, "scale": "=routed_scaling_factor"}
+BIASED_GROUPS = {**BIASED, "renormalize": "=norm_topk_prob", "groups": HFConfig.groups}
+TRANSPOSED = {f"experts.{name}": transposed(f"experts.{name}_proj") for name in ("gate_up", "down")}
+EPS = {"eps": "=rms_norm_eps"}
 SCORE = translated("scoring_func", {"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"})
+CLAMPED = {
+    "type": translated("hidden_act", dict.fromkeys(("silu", "swish"), "clamped_swiglu")),
+    "alpha": 1.0,
+    "limit": "=swiglu_limit",
+    "added": 0.0,
+}
 
 
 def step_experts(hf: HFConfig, option: str) -> dict[str, Any]:
     """Return the experts of Step-3.7's first layer; their `option` has each layer's limit, 0 for none."""
     limit = (hf[option] or [0])[0]
-    clamp = {"alpha": 1.0, "limit": limit, "added": 0.0, "clamp": "after"} if limit else {}
-    return {
-        "type": "clamped_swiglu" if limit else "swiglu",
-        "d_ff": MOE_INTERMEDIATE,
-        **clamp,
-    }
+    gated = {**CLAMPED, "limit": limit, "clamp": "after"} if limit else {"type": "swiglu"}
+    return {"d_ff": MOE_INTERMEDIATE, **gated}
 
 
 # -- blocks that several models share
@@ -79,12 +83,6 @@ DEEPSEEK_V2 = BlockEntry(
     # A group scores as its best expert, so two chosen groups always contain the best two experts.
     small={"topk_method": "group_limited_greedy", "topk_group": 1},
 )
-CLAMPED = {
-    "type": translated("hidden_act", dict.fromkeys(("silu", "swish"), "clamped_swiglu")),
-    "alpha": 1.0,
-    "limit": "=swiglu_limit",
-    "added": 0.0,
-}
 DEEPSEEK_V4 = BlockEntry(
     "DeepseekV4SparseMoeBlock",
     moe(
@@ -124,7 +122,6 @@ GRANITE_LAYER = GRANITE.with_changes(
     },
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
 )
-EPS = {"eps": "=rms_norm_eps"}
 GEMMA = BlockEntry(
     "Gemma4TextDecoderLayer",
     {

@@ -123,10 +123,11 @@ def export_transformers(
     return export
 
 
-def require_absent(folder: Path) -> None:
-    """Raise ConfigError unless `folder` is absent or empty."""
-    if (kind := kind_of(folder)) is not None and (kind != "a folder" or entries_of(folder)):
-        raise ConfigError(f"'{folder}' already exists; give a new folder")
+def require_absent(path: Path, what: str = "folder") -> None:
+    """Raise ConfigError if `path` exists, except as an empty folder where a folder is to be written."""
+    kind = kind_of(path)
+    if kind is not None and ((kind, what) != ("a folder", "folder") or entries_of(path)):
+        raise ConfigError(f"'{path}' already exists; give a new {what}")
 
 
 def choose_architecture(
