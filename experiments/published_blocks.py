@@ -247,7 +247,7 @@ def shown_config(model: str, entry: BlockEntry) -> dict[str, Any]:
         options = entry.options(config_of(model, entry, {}))
         build_empty(options)
     # RuntimeError: layers have different numbers of experts.
-    except (ConfigError, TypeError, AttributeError, RuntimeError):
+    except (ConfigError, TypeError, RuntimeError):
         options = entry.options(config_of(model, entry, {**SMALL, **entry.small}))
     return options
 

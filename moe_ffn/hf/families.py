@@ -570,3 +570,4 @@ FAMILIES = (
 """Architectures, in order of preference for an export."""
 
 BY_TYPE = {family.model_type: family for family in FAMILIES}
+"""Name in transformers -> its architecture."""
