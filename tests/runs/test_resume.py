@@ -460,6 +460,16 @@ def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
     assert facts["validation_sha256"] == new["validation_sha256"], "of the loss in the summary"
 
 
+def test_facts_name_the_precision_that_a_resumed_run_changed(tmp_path: Path) -> None:
+    (tmp_path / "facts.json").write_text(FACTS)
+    changes = {"trainer.precision": ("auto", "bf16-true")}
+    resume = Resume(tmp_path, TrainConfig(), changes, TrainConfig(), Facts())
+
+    rewind(resume, ResumePoint(), {"facts.json": json.dumps({"precision": "bf16-true"})})
+
+    assert Facts.read(tmp_path / "facts.json").precision == "bf16-true"
+
+
 def test_no_run_resumes_from_its_best_weights(moe_run: Any, unfinished: Path) -> None:
     """A run that was killed before its first checkpoint may have come to validations, and to a best."""
     for path in (unfinished / "checkpoints").glob("step_*.ckpt"):
