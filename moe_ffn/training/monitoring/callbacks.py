@@ -107,6 +107,7 @@ class StepLogger(Checkpointed, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
         self.num_skipped = pl_module.guard.num_skipped  # restored from the checkpoint
+        self._clock = time.perf_counter()  # also for a validation of a run without steps left
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock = time.perf_counter()

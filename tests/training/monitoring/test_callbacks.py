@@ -203,6 +203,21 @@ def test_a_resumed_run_continues_its_counts(
         assert (steps.num_skipped, steps.alarm_log.num_alarms) == (1, 1)
 
 
+def test_a_run_resumed_at_its_last_step_counts_only_its_validation(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock, end = Clock(monkeypatch), tmp_path / "end.ckpt"
+    unbroken = fit(clock, SaveAt(6, end))
+    clock.now += 1e6  # until somebody resumes it
+
+    resumed = fit(clock, resume_from=end)
+    data = make_token_data(resumed.config, resumed.data)
+    resumed.trainer.validate(resumed.module, datamodule=data, verbose=False)
+
+    seconds = unbroken.watchers.steps.validation_seconds
+    assert resumed.watchers.steps.validation_seconds == pytest.approx(seconds)
+
+
 def test_callbacks_receive_detached_outputs(moe_fit: Fitted) -> None:
     output = moe_fit.spy.outputs[0]
     assert not output["objective"].total.requires_grad
