@@ -100,9 +100,9 @@ class StepLogger(Checkpointed, Callback):
         """Mean tokens per second so far, without validations."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
-    def not_judged(self) -> list[str]:
+    def not_judged(self, *, is_routed: bool) -> list[str]:
         """Return one sentence for each kind of alarm that needs more steps than this run has."""
-        return self.rules.not_judged(self.last_row_step, is_routed=bool(self.last_routing))
+        return self.rules.not_judged(self.last_row_step, is_routed=is_routed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
