@@ -176,7 +176,9 @@ class StepLogger(Checkpointed, Callback):
     def _values(self, trainer: Trainer, module: LanguageModel) -> LoggedRow:
         step = trainer.global_step
         num_steps = step - self.last_row_step
-        self.last_routing = self._routing.close(step, num_steps, module, trainer.world_size)
+        layout = module.layout
+        num_ranks = layout.expert if layout.expert > 1 else trainer.world_size
+        self.last_routing = self._routing.close(step, num_steps, module, num_ranks)
         return {
             **self._window.means(trainer),
             "train/tokens": self.total_tokens,

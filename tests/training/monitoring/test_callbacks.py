@@ -23,6 +23,7 @@ from moe_ffn.training.monitoring.callbacks import SampleLog
 from moe_ffn.training.monitoring.hardware import peak_memory
 from moe_ffn.training.monitoring.row_sums import RoutingRowSums, routing_row
 from moe_ffn.training.objective import Objective
+from moe_ffn.training.parallel.layout import Layout
 from tests.helpers.fitted import Fault, Fit, Fitted, MakeConfig
 
 MOE = {"ffn": {"type": "moe", "num_experts": 4}}
@@ -126,6 +127,46 @@ def test_tokens_of_all_ranks_are_counted(
     steps.on_train_batch_end(trainer, module, module.training_step(batch, 0), batch, 0)
 
     assert steps.total_tokens == 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts_per_rank"),
+    [(Layout(data=2, expert=2), 2), (Layout(shard=4), 1), (Layout(data=4), 1)],
+    ids=["data and expert", "shard", "data"],
+)
+def test_the_imbalance_of_ranks_is_of_those_that_divide_the_experts(
+    make_config: MakeConfig,
+    prepared: PreparedData,
+    tmp_path: Path,
+    layout: Layout,
+    experts_per_rank: int,
+) -> None:
+    config = make_config(model=MOE)
+    steps, module = (
+        make_callbacks(config, prepared, tmp_path).steps,
+        build_module(config, prepared),
+    )
+    module.layout = layout
+    ids = torch.arange(64).view(4, 16)
+    batch = LoadedBatch(index=0, input_ids=ids, target_ids=ids)
+    module.batch_at = lambda _: batch
+    trainer: Any = SimpleNamespace(
+        world_size=4,
+        global_step=1,
+        max_steps=1,
+        accumulate_grad_batches=1,
+        is_global_zero=False,
+        loggers=[],
+        lightning_module=module,
+        strategy=SimpleNamespace(reduce=lambda value, reduce_op: value),
+    )
+
+    steps.on_train_batch_end(trainer, module, module.training_step(batch, 0), batch, 0)
+
+    found = steps.last_routing["layer_00"]
+    of_ranks = found["load"].view(-1, experts_per_rank).sum(1)
+    expected = len(of_ranks) * of_ranks.max().item() - 1
+    assert found["rank_max_violation"].item() == pytest.approx(expected)
 
 
 def test_a_row_resumed_on_two_ranks_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
