@@ -147,7 +147,9 @@ def _open_array(path: Path) -> _File:
             f"data.corpus: '{path}' must be a one-dimensional array of integers, but is {array.dtype} of "
             f"shape {array.shape}; save the token ids in one row"
         )
-    return _File(path, array.dtype, array.offset, len(array))
+    # As int64, since NumPy joins uint64 and any signed type to float64.
+    dtype = np.dtype(array.dtype.str.replace("u8", "i8"))
+    return _File(path, dtype, array.offset, len(array))
 
 
 def _read_tokens(file: _File, first: int, count: int) -> np.ndarray:
