@@ -173,6 +173,13 @@ def test_ids_beyond_the_vocabulary_are_rejected(folder: Path, split: str, place:
     )
 
 
+def test_negative_ids_are_rejected(folder: Path) -> None:
+    np.save(folder / "b.npy", np.array([3, -100]))
+    assert unsupported(config_of(folder)) == (
+        f"data.corpus: '{folder / 'b.npy'}' holds the token -100; leave out padding, since ids begin at 0"
+    )
+
+
 def test_files_that_are_not_one_row_of_ids_are_rejected(folder: Path) -> None:
     (folder / "a.bin").write_bytes(b"123")
     assert unsupported(config_of(folder)) == (
