@@ -127,6 +127,12 @@ def test_a_finished_run_resumes_only_to_more_steps(make_run: MakeRun) -> None:
     assert found.changes == {"trainer.max_steps": (400, 500)}
 
 
+def test_a_folder_in_a_command_is_quoted(make_run: MakeRun) -> None:
+    folder = make_run("my run", written=1, finished=True)
+    with pytest.raises(ConfigError, match=r": moe-ffn report '.*runs/my run'; raise"):
+        find(str(folder))
+
+
 def test_a_config_that_was_cut_short_is_rejected(make_run: MakeRun) -> None:
     folder = make_run("cut", written=1)
     path = folder / "config.yaml"
