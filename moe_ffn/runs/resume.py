@@ -304,6 +304,8 @@ def _updated_facts(resume: Resume, new_facts: str) -> str:
     keys = {RUN_ID}
     if resume.changes:
         keys |= {*resume.config.to_dict(), "teacher_sha256", "validation_sha256"}
+    if "trainer.precision" in resume.changes:
+        keys.add("precision")
     updates = {key: value for key, value in json.loads(new_facts).items() if key in keys}
     return json.dumps({**facts.model_dump(exclude_unset=True), **updates}, indent=2) + "\n"
 

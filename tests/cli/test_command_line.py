@@ -11,7 +11,7 @@ import yaml
 
 from moe_ffn.cli.command_line import parse_config, parse_overrides
 from moe_ffn.config.option_tree import flatten, merge
-from moe_ffn.config.yaml_files import to_yaml
+from moe_ffn.config.yaml_files import parse_yaml, to_yaml
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.optimizer import MuonConfig
@@ -173,6 +173,13 @@ def test_values_are_yaml(text: str, value: object) -> None:
         parsed = parse_overrides(arguments)
         assert parsed == {"a": {"b": value}}
         assert type(parsed["a"]["b"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-3", "1.5e3", ".5", "16", "0x10", "null", "yes", "1:30", "2026-11-21", ""]
+)
+def test_text_that_looks_like_another_value_is_text_in_a_file(text: str) -> None:
+    assert parse_yaml(to_yaml({"name": text}), "run") == {"name": text}
 
 
 # -- the answers that are not a run

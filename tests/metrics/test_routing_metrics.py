@@ -105,6 +105,16 @@ def test_metrics_keep_no_autograd_graph(route_logits: Any, kind: Callable[[int],
     assert not any(value.requires_grad for value in metric.compute().values())
 
 
+def test_sums_are_not_rounded_in_a_converted_model(make_routing: Any) -> None:
+    routing = make_routing([[0], [1]] * 50, 2)
+    metrics, converted = TokenMetrics(2), TokenMetrics(2)
+    torch.nn.ModuleDict({"metrics": converted}).to(torch.bfloat16)
+    for metric in (metrics, converted):
+        for _ in range(600):  # in bfloat16, a sum stops growing at 256 times a summand
+            metric.update(routing)
+    assert converted.compute() == metrics.compute()
+
+
 def test_batches_weigh_by_their_pairs(make_routing: Any) -> None:
     values = measure(2, make_routing([[0]] * 99, 2), make_routing([[1]], 2))
     assert values["load"].tolist() == pytest.approx([0.99, 0.01])
