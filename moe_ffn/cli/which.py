@@ -4,8 +4,8 @@
     moe-ffn which --resume runs/which
 
 Two dense blocks and four mixtures of experts with equal FLOPs per token are trained on the text in three
-rounds. Each round keeps the better half; the last round compares the best dense block with the best mixture
-over five seeds. The answer names the block to use, its gain with an interval, its cost, and a config for
+rounds. The first round keeps the best dense block and the two best mixtures, the second the best of each; the
+last one compares these over five seeds. The answer names the block to use, its gain with an interval, its cost, and a config for
 moe-ffn train. It is printed and written to which.html in the folder of the runs.
 """
 
