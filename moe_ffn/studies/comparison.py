@@ -246,8 +246,8 @@ class Comparison:
         """Conclusions that the intervals support, one sentence per arm."""
         if self.answer:
             return [*self.answer]
-        if len(self.arms) == 1:
-            return [_alone(self.arms[0])]
+        if not any(arm.base for arm in self.arms):
+            return [*map(_alone, self.arms)]
         return [
             _verdict(arm, self.base_of(arm), self.seed_differences(arm))
             for arm in self.arms

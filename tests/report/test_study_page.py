@@ -75,6 +75,11 @@ def page_of(text: str, results: Sequence[RunResult]) -> dict[str, str]:
     return sections(study_page(study(text), results))
 
 
+def test_a_page_of_arms_that_are_compared_with_none_has_a_row() -> None:
+    text = f"{GATING}baselines: {{swiglu: null}}\n"
+    assert "| gelu: 2.1003 [" in study_page(study(text), gating(gelu=2.0, swiglu=1.9)).summary
+
+
 DATA = "read the same data in the same order"
 WEIGHTS = "begin with the same weights outside their feed-forward blocks"
 

@@ -402,6 +402,16 @@ def test_an_arm_may_have_another_baseline_or_none() -> None:
     assert [arm.base for arm in Comparison.of(gating(), baselines={"relu": None}).arms][2] is None
 
 
+def test_arms_that_are_compared_with_none_are_described_alone() -> None:
+    found = Comparison.of(gating(), baselines={"swiglu": None, "relu": None})
+
+    assert [verdict.partition(" [")[0] for verdict in found.verdicts] == [
+        "gelu: 2.0200",
+        "swiglu: 1.9196",
+        "relu: 2.0165",
+    ]
+
+
 def test_seconds_are_of_one_kind() -> None:
     results = [make_result(arm, 0, 2.0, step_seconds=10.0) for arm in ("a", "b")]
     timed = Comparison.of(results, step_seconds={"a": 0.1, "b": 2.0})
