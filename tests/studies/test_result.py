@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -498,4 +499,11 @@ def test_arms_of_one_name_in_two_studies_keep_their_own_times(tmp_path: Path) ->
 
     assert not found.left_out, "the times are no result"
     assert found.step_seconds == {"few/moe": 0.1, "many/moe": 0.2}
-    assert [arm.step_seconds for arm in found.compare().arms] == [0.1, 0.2]
+    compared = found.compare()
+    assert [arm.step_seconds for arm in compared.arms] == [0.1, 0.2]
+    assert compared.notes[-1] == (
+        "The arms were timed in 2 sessions (few, many), which may differ in machine and load: compare "
+        "seconds and tokens/s only within one."
+    )
+    copied = gather([tmp_path / "few", shutil.copytree(tmp_path / "few", tmp_path / "copy")])
+    assert not any("sessions" in note for note in copied.compare().notes)
