@@ -563,9 +563,23 @@ def _tuning(
     results: Sequence[RunResult],
     arms: Sequence[str],
 ) -> Tuning:
+    def identity_of(key: str, result: RunResult) -> str:
+        return json.dumps([key, result.option(key)], sort_keys=True)
+
+    # A study gives a block without its defaults, which the options of a run have.
+    shortened = {
+        identity_of(key, result): result.tuning[key]
+        for result in tuned
+        for key in keys
+        if isinstance(result.option(key), Mapping)
+    }
+
     def value_of(result: RunResult) -> str:
         used = {key: result.option(key) for key in keys}
-        given = {key: result.tuning.get(key, value) for key, value in used.items()}
+        given = {
+            key: result.tuning.get(key, shortened.get(identity_of(key, result), value))
+            for key, value in used.items()
+        }
         # A study may give 1 to an option that stores 1.0; they are one value.
         values = [used[key] if given[key] == used[key] else given[key] for key in keys]
         text = ", ".join(v if isinstance(v, str) else json.dumps(v, sort_keys=True) for v in values)

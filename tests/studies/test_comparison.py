@@ -475,14 +475,37 @@ def test_few_tuning_seeds_cannot_resolve_a_small_difference(num_seeds: int, said
 
 def test_blocks_are_tuned_too() -> None:
     results = [
-        make_result(f"a{n}", 0, loss, main_arm="a", tuning=tuning)
-        for n, (loss, tuning) in enumerate([(2.0, {}), (1.9, {"model.ffn": {"type": "moe"}})])
+        make_result(f"a{n}", 0, loss, main_arm="a", tuning=tuning, options=tuning)
+        for n, (loss, tuning) in enumerate([(2.0, {}), (1.9, {"model.ffn": {"type": "swiglu"}})])
     ]
     results[0] = results[0].model_copy(update={"arm": "a"})
     (table,) = Comparison.of(results).tuning
     assert [*table.losses["a"].values()] == [1.9, 2.0]
-    assert '{"type": "moe"}' in table.values
+    assert '{"type": "swiglu"}' in table.values
     assert table.verdicts[-1].endswith("in one seed.")
+
+
+def test_a_block_of_the_compared_runs_has_the_name_that_the_tuning_gives_it() -> None:
+    """A tuning run that equals a compared run is not trained, so only its other seeds name the block."""
+    short = {k: {"type": "top_k", "k": k} for k in (1, 2)}
+    results = [
+        make_result(
+            f"a,k={k}" if is_tuned else "a",
+            seed,
+            2.0 - k / 10,
+            main_arm="a",
+            tuning={"model.ffn.router": short[k]} if is_tuned else {},
+            options={"model.ffn.router": short[k] | {"scale": 1.0}},
+        )
+        for k, seed, is_tuned in [(2, 0, False), (2, 1, True), (1, 0, True), (1, 1, True)]
+    ]
+
+    (table,) = Comparison.of(results).tuning
+
+    assert table.own == {"a": '{"k": 2, "type": "top_k"}'}
+    assert table.losses == {
+        "a": {'{"k": 2, "type": "top_k"}': 1.8, '{"k": 1, "type": "top_k"}': 1.9}
+    }
 
 
 # -- problems
