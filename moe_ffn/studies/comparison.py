@@ -178,6 +178,11 @@ class Tuning:
         return {arm: min(losses, key=losses.__getitem__) for arm, losses in self.losses.items()}
 
     @property
+    def at_an_end(self) -> list[str]:
+        """Arms whose best value has the lowest or highest number that the arm tried of an option."""
+        return [arm for arm, value in self.best.items() if _is_at_an_end(value, self.losses[arm])]
+
+    @property
     def verdicts(self) -> Sequence[str]:
         """Sentences on the best values, and on what arms gain at them."""
         best = self.best
@@ -545,6 +550,17 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
 
 
 # -- tuning
+
+
+def _is_at_an_end(best: str, tried: Iterable[str]) -> bool:
+    try:
+        numbers = {value: [float(part) for part in value.split(", ")] for value in tried}
+    except ValueError:  # blocks and words have no order
+        return False
+    columns = zip(numbers[best], zip(*numbers.values(), strict=True), strict=True)
+    return any(
+        min(column) < max(column) and b in (min(column), max(column)) for b, column in columns
+    )
 
 
 def _tunings(results: Sequence[RunResult], arms: Sequence[str]) -> list[Tuning]:

@@ -10,7 +10,7 @@ import pytest
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.report.studies.comparison_tables import tables
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.studies.comparison import Comparison, first_step_at
+from moe_ffn.studies.comparison import Comparison, Tuning, first_step_at
 from moe_ffn.studies.differences import block_of, identity, option_differences, require_same_options
 from moe_ffn.studies.result import RunResult
 from tests.helpers.synthetic_run import SHA, make_result
@@ -506,6 +506,27 @@ def test_a_block_of_the_compared_runs_has_the_name_that_the_tuning_gives_it() ->
     assert table.losses == {
         "a": {'{"k": 2, "type": "top_k"}': 1.8, '{"k": 1, "type": "top_k"}': 1.9}
     }
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "is_at_an_end"),
+    [
+        ("0.01 0.02 0.04", "0.01", True),
+        ("0.01 0.02 0.04", "0.02", False),
+        ("0.005 0.01 0.02", "0.01", False),
+        ("0.02 0.01 0.005", "0.02", True),
+        ("dense moe swiglu", "dense", False),
+        ("1,0.1 2,0.1 4,0.1", "2,0.1", False),
+        ("1,0 1,1 1,2 2,0 2,1 2,2 4,0 4,1 4,2", "2,2", True),
+        ("1,0 1,1 1,2 2,0 2,1 2,2 4,0 4,1 4,2", "2,1", False),
+    ],
+)
+def test_a_best_value_is_at_the_end_of_the_numbers_that_its_arm_tried(
+    values: str, best: str, is_at_an_end: bool
+) -> None:
+    losses = {v.replace(",", ", "): {0: 1.0 if v == best else 2.0} for v in values.split()}
+    tuned = Tuning("rate", ["0.001", *losses, "1.0"], {"a": losses}, {"a": best})
+    assert tuned.at_an_end == ["a"] * is_at_an_end
 
 
 # -- problems

@@ -365,10 +365,8 @@ def _tuning(page: StudyPage, comparison: Comparison) -> Paragraphs:
     """Return the losses over the values of each tuned option, and the arms whose best value is at an end."""
     parts: list[str] = []
     for tuned, table in zip(comparison.tuning, tuning_tables(comparison), strict=True):
-        ends = (tuned.values[0], tuned.values[-1])
-        at_an_end = [name for name, best in tuned.best.items() if best in ends]
-        if at_an_end:
-            arms = ", ".join(at_an_end)
+        if tuned.at_an_end:
+            arms = ", ".join(tuned.at_an_end)
             parts.append(f"The best value is the lowest or highest that was tried: {arms}.")
         if any(tuned.losses.values()):
             name = f"tuning-{tuned.option.rpartition('.')[2]}"
