@@ -173,14 +173,20 @@ def study_page(
 
 
 def _covered(arms: Sequence[Arm]) -> str:
-    """Return what the intervals of arms cover, and how the sentence continues."""
+    """Return sentences on what the intervals of arms cover, and what was not tried."""
     kinds = {arm.interval_over for arm in arms if arm.interval}
     kinds |= {found.over for arm in arms if (found := arm.difference) and found.interval}
+    if not kinds:
+        return "No loss has an interval; other corpora and other learning rates were not tried."
     if "seeds" not in kinds:
-        return "windows of this text, not seeds,"
-    if len(kinds) > 1:
-        return "seeds, or windows of this text for arms of one seed, not"
-    return "seeds, not"
+        covered = "windows of this text, not seeds,"
+    elif len(kinds) > 1:
+        covered = "seeds, or windows of this text for arms of one seed, not"
+    else:
+        covered = "seeds, not"
+    return (
+        f"The intervals cover only {covered} other corpora or learning rates that were not tried."
+    )
 
 
 def _short_verdict(comparison: Comparison) -> str:
