@@ -103,9 +103,11 @@ class Arm:
             return "next tokens"
         return f"masked tokens ({first.option('objective.masked_fraction')} of them)"
 
-    @property
+    @cached_property
     def budget(self) -> Budget:
-        return self.results[0].budget
+        """Budget of a run, with the mean of the tokens, since seeds may stop at different steps."""
+        tokens = fmean(result.budget.tokens for result in self.results)
+        return replace(self.results[0].budget, tokens=round(tokens))
 
     @property
     def steps(self) -> float:

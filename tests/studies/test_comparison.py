@@ -67,6 +67,17 @@ def test_an_arm_summarises_all_its_runs_in_order_of_seed() -> None:
     assert arm.alarms == {"collapse": 3, "loss_spike": 1}
 
 
+def test_seeds_that_stop_at_other_steps_are_averaged_in_tokens_too() -> None:
+    """Of early stopping or a time limit; a step has 10 tokens."""
+    results = [make_result("a", seed, steps=steps) for seed, steps in enumerate((100, 300))]
+    (arm,) = Comparison.of(results, step_seconds={"a": 0.5}).arms
+
+    assert (arm.steps, arm.budget.tokens, arm.training_flops) == (200, 2000, 3 * 1000 * 2000)
+    assert arm.tokens_per_second == 20
+    assert arm.reached is not None
+    assert arm.reached.flops == 3 * 1000 * 2000
+
+
 def test_verdicts_follow_from_the_intervals() -> None:
     swiglu, relu = Comparison.of(gating(), baseline="gelu").verdicts
 
