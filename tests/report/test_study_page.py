@@ -283,6 +283,12 @@ def test_arms_that_differ_along_the_axis_are_one_line() -> None:
     assert lines_of(page.figures["axis"]) == ["all arms"], "though one arm has no place on it"
 
 
+def test_an_axis_on_which_no_run_has_a_place_is_an_error() -> None:
+    text = f"{GATING}axis: d_model\n"
+    with pytest.raises(ConfigError, match=r"^axis \(d_model\): no run has such a positive number"):
+        study_page(study(text), gating(gelu=2.0, swiglu=1.9))
+
+
 def test_points_over_the_expansion_have_their_number_of_experts_and_round_ticks() -> None:
     experts = study("""
         name: experts

@@ -36,6 +36,7 @@ from moe_ffn.report.studies.comparison_tables import (
     tuning_tables,
 )
 from moe_ffn.report.studies.fits import (
+    AXIS_NAMES,
     FITS,
     Paragraphs,
     axis_name,
@@ -43,6 +44,7 @@ from moe_ffn.report.studies.fits import (
     image_over,
     lines_over,
     loss_by_all_flops,
+    size_of,
     without_seeds,
 )
 from moe_ffn.report.studies.markdown import markdown_row, markdown_table
@@ -319,6 +321,12 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Para
         parts.append(_detectable(list(arms[0].losses.values())))
     axis = axis_of(study)
     if axis is not None:
+        runs = [run for arm in arms for run in arm.results]
+        if study.axis is not None and all(math.isnan(size_of(run, axis)) for run in runs):
+            raise ConfigError(
+                f"axis ({axis}): no run has such a positive number; give a dotted option, such as "
+                f"model.d_model, or {', '.join(AXIS_NAMES)}"
+            )
         title = f"Final loss against {axis_name(axis)}"
         lines = lines_over(arms, axis)
         parts.append(image_over(page.image, "axis", lines, axis_name(axis), title))
