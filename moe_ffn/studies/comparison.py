@@ -537,12 +537,14 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
             "Not all arms have the same seeds: means are over all seeds of an arm, differences over the "
             "seeds that it shares with the baseline."
         )
+    is_timed = any(arm.timed_step_seconds for arm in arms)
+    seconds = f"seconds{' of the runs' if is_timed else ''} are not comparable"
     for key, effect in {
         "precision": "losses and seconds may depend on it",
-        "processor": "seconds are not comparable, and losses of the same seed differ slightly",
-        "gpu": "seconds are not comparable",
-        "threads": "seconds are not comparable, and losses differ slightly",
-        "torch": "seconds are not comparable, and losses may depend on it",
+        "processor": f"{seconds}, and losses of the same seed differ slightly",
+        "gpu": seconds,
+        "threads": f"{seconds}, and losses differ slightly",
+        "torch": f"{seconds}, and losses may depend on it",
         "git_revision": "they may not train the same model",
     }.items():
         values = {str(result.machine.get(key)) for result in results}

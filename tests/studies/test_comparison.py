@@ -674,6 +674,16 @@ def test_notes_report_different_token_counts_and_machines() -> None:
     } <= set(Comparison.of(results).notes)
 
 
+def test_seconds_that_were_timed_apart_do_not_depend_on_the_machines_of_the_runs() -> None:
+    results = [make_result(arm, 0, machine={"gpu": arm}) for arm in ("a", "b")]
+    timed = Comparison.of(results, step_seconds={"a": 1.0, "b": 2.0})
+
+    assert (
+        "The runs differ in gpu (a, b): seconds are not comparable." in Comparison.of(results).notes
+    )
+    assert "The runs differ in gpu (a, b): seconds of the runs are not comparable." in timed.notes
+
+
 def test_code_that_a_result_names_is_not_run(tmp_path: Path) -> None:
     code = tmp_path / "evil.py"
     code.write_text(f"open({str(tmp_path / 'was_run')!r}, 'w').close()\nclass Block: ...\n")
