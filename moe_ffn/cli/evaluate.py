@@ -287,7 +287,7 @@ def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> di
 
 def _data_of(model: Model, config: DataConfig) -> PreparedData:
     if model.run is not None and _is_same_text(config, model.run.config.data):
-        return prepare_data(model.run, "give a text with --data")
+        return prepare_data(model.run, "give a text with --data", config)
     return prepare(config)
 
 

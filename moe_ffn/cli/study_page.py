@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if not args.studies and args.leaderboard is None:
         raise ConfigError("give the file of a study, or --leaderboard FILE")
-    if args.runs is not None and len(args.studies) > 1:
-        raise ConfigError("--runs: needs exactly one study, got several; give one")
+    if args.runs is not None and len(args.studies) != 1:
+        raise ConfigError(f"--runs: needs exactly one study, got {len(args.studies)}; give one")
     for file in args.studies:
         study = StudyConfig.read(file)
         folder = args.output / study.name

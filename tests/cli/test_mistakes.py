@@ -217,6 +217,7 @@ MISTAKES = {
         "--output: 'runs' cannot be written (Is a directory); choose another file"
     ),
     "report --watch runs": f"'runs' {NO_RUN}",
+    "report run --every 5": "--every: needs --watch; add it, or leave --every out",
     "report run --watch --every 0": "--every: must be from 0.1 to 86400 seconds, got 0.0",
     "report run --watch --every inf": "--every: must be from 0.1 to 86400 seconds, got inf",
     "report run --watch --every soon": "--every: invalid float value: 'soon'",

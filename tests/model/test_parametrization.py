@@ -292,6 +292,8 @@ MISTAKES = """
     model.widht: unknown
 --option seed --sizes 1 2
     --option (seed): must be a size of the model; give one, such as model.num_layers
+--sizes 8 16 --init_from runs/mine
+    init_from (runs/mine): each size begins with weights of its own; leave it out
 --sizes 8 9
     model: attention.num_heads (4) must divide d_model (9), or set attention.head_dim
 """
