@@ -5,8 +5,8 @@
 
 Two dense blocks and four mixtures of experts with equal FLOPs per token are trained on the text in three
 rounds. The first round keeps the best dense block and the two best mixtures, the second the best of each; the
-last one compares these over five seeds. The answer names the block to use, its gain with an interval, its cost, and a config for
-moe-ffn train. It is printed and written to which.html in the folder of the runs.
+last one compares these over five seeds. The answer names the block to use, its gain with an interval, its
+cost, and a config for moe-ffn train. It is printed and written to which.html in the folder of the runs.
 """
 
 from __future__ import annotations
