@@ -136,7 +136,8 @@ MISTAKES = {
     "evaluate run --device tpu9": "--device: 'tpu9' is not available; give cpu...",
     "evaluate run --device meta": "--device: 'meta' is not available...",
     "evaluate small --data text.txt": (
-        "'small': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model"
+        "'small/tokenizer.json' does not fit this model: it has token id 256, but the vocabulary has 200 "
+        "tokens; copy the tokenizer of this model"
     ),
     "evaluate run --tasks empty": (
         "--tasks: 'empty' has no task file of lm-eval (.yaml); give another folder..."
@@ -146,7 +147,8 @@ MISTAKES = {
         "--prompt: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a shorter text"
     ),
     "generate small --prompt a": (
-        "'small': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model"
+        "'small/tokenizer.json' does not fit this model: it has token id 256, but the vocabulary has 200 "
+        "tokens; copy the tokenizer of this model"
     ),
     "generate run --prompt ''": "prompt: must not be empty...",
     "generate run --prompt a --stop ''": "stop.0: must not be empty...",
@@ -173,7 +175,7 @@ MISTAKES = {
         "...--source: names 1 folder, but method.type 'mix' takes two or more..."
     ),
     "initialise --source none --output new": (
-        "--source: 'none' is not there; give the folder of a model or of a run"
+        "--source: 'none' does not exist; give the folder of a model or of a run"
     ),
     "initialise --source sparse --output new --method.type prune": (
         "data: 'sparse' does not name its training text; give a text, such as ..."

@@ -165,12 +165,12 @@ def test_tokens_that_mean_other_text_are_rejected(folder: Callable[..., str]) ->
 
 
 NO_MODELS: list[tuple[dict[str, str] | str | None, str]] = [
-    (None, r"init_from: '.*saved' is not there; give the folder of a model or of a run"),
-    ("a file", r"init_from: '.*saved' is a file; give the folder of a model or of a run"),
-    ({}, r"'.*saved' is neither a model folder of moe_ffn nor a run; give a folder that"),
+    (None, r"init_from: '.*saved' does not exist; give the folder of a model or of a run"),
+    ("a file", r"init_from: '.*saved' is a file, .*; give the folder of a model or of a run"),
+    ({}, r"'.*saved' is not a run: it has no config.yaml; give the folder of a model or of a run"),
     (
         {"config.json": '{"model_type": "mixtral"}'},
-        r"nor a run; it is a model of transformers: .*convert .*saved NEW makes a model folder",
+        r"not a run: .*; it is a model of transformers: .*convert .*saved NEW makes a model folder",
     ),
     (
         {"config.yaml": to_yaml(TrainConfig())},
