@@ -59,7 +59,7 @@ from moe_ffn.training.distillation import ANSWERS_SUFFIX, StoredAnswers, digests
 from moe_ffn.training.evaluation import Evaluation, StridedBatches, evaluate, top_answers
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.weights.init_from import OpenModel, open_model, sha256_of_weights
-from moe_ffn.weights.pretrained import naming_failures
+from moe_ffn.weights.pretrained import is_model_folder, naming_failures
 
 _DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
 """Options that `--data config.yaml` sets; tokenizer and window length come from the model."""
@@ -176,20 +176,18 @@ def _check_together(args: Any) -> None:
 
 
 def _read(args: Any, folder: Path, overrides: Mapping[str, Any]) -> tuple[OpenModel, DataConfig]:
+    names_text = args.data is not None or "corpus" in overrides or args.tasks is not None
+    if is_model_folder(folder) and not names_text:  # before a large model is read
+        which = "--data" if args.store_answers is None else "--data.corpus or --data config.yaml"
+        raise ConfigError(
+            f"'{folder}' is a model folder, which does not name a text; give one with {which}"
+        )
     model = open_model(folder, trust_code=args.trust_code)
-    if model.run is None:
-        if args.data is None and "corpus" not in overrides and args.tasks is None:
-            which = (
-                "--data" if args.store_answers is None else "--data.corpus or --data config.yaml"
-            )
-            raise ConfigError(
-                f"'{folder}' is a model folder, which does not name a text; give one with {which}"
-            )
-        if not model.decoder.config.causal:
-            raise ConfigError(
-                f"'{folder}' has model.causal (false), but no masked fraction (objective.masked_fraction); "
-                "give the run that it comes from"
-            )
+    if model.run is None and not model.decoder.config.causal:
+        raise ConfigError(
+            f"'{folder}' has model.causal (false), but no masked fraction (objective.masked_fraction); give "
+            "the run that it comes from"
+        )
     dtypes = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
     model.decoder.to(args.device, dtypes.get(model.precision))
     return model, data_config(model, args.data, overrides)

@@ -48,16 +48,17 @@ class OpenModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the model; raises ConfigError if the folder has none."""
+        """Tokenizer of the model; raises ConfigError if the folder has none, or that of another model."""
         if self.found_tokenizer is None:
             raise no_tokenizer(self.folder)
+        last_id = self.found_tokenizer.vocab_size - 1
+        require_known_ids([last_id], self.decoder.embedding.num_embeddings, self.folder)
         return self.found_tokenizer
 
     @property
     def tokenizer_config(self) -> FileTokenizerConfig:
-        """Config of the tokenizer; raises ConfigError if the folder has none."""
-        if self.found_tokenizer is None:
-            raise no_tokenizer(self.folder)
+        """Config of `tokenizer`; the same errors."""
+        _ = self.tokenizer
         return FileTokenizerConfig(path=str(self.folder / TOKENIZER_FILE))
 
     @property
@@ -95,17 +96,12 @@ class OpenModel:
 
 
 def open_model(folder: Path, *, trust_code: bool = False) -> OpenModel:
-    """Load a model folder, or the best weights of a run.
-
-    Raises ConfigError if the folder is neither, is damaged, names untrusted code, or has the tokenizer of
-    another model.
+    """Load a model folder, or the best weights of a run; ConfigError if the folder is neither, is damaged, or
+    names untrusted code.
     """
     if is_model_folder(folder):
-        decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), find_tokenizer(folder)
-        if tokenizer is not None:
-            last = tokenizer.vocab_size - 1
-            require_known_ids([last], decoder.embedding.num_embeddings, folder)
-        return OpenModel(folder, decoder, tokenizer)
+        decoder = load_pretrained(folder, trust_code=trust_code)
+        return OpenModel(folder, decoder, find_tokenizer(folder))
     check_is_run(folder, "a model or of a run")
     run = load_run(folder, trust_code=trust_code)
     return OpenModel(folder, run.model, run.tokenizer, run)

@@ -153,7 +153,7 @@ MISTAKES = {
     "generate run --prompt ''": "prompt: must not be empty...",
     "generate run --prompt a --stop ''": "stop.0: must not be empty...",
     "generate run --prompt a --top-p 1.5": "top_p: must be at most 1.0, got 1.5",
-    "generate --prompt -3 -- --promt": "'--promt' does not exist; give the folder of a run...",
+    "generate --prompt -3 -- --promt": "'--promt' does not exist; give the folder of a model or of a run",
     "generate run --prompt \udcff": r"prompt: must be UTF-8 text, got '\udcff'",
     "generate run --num-tokens -1": "num_tokens: must be at least 0, got -1",
     "generate run --temperature .nan": "temperature: must be a finite number, got nan",
