@@ -114,8 +114,9 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> OpenMo
     with prefix_errors(f"{option}: "):
         if not (is_run(path) and is_model_folder(exported)):
             return replace(open_model(path, trust_code=trust_code), option=option)
-        model = open_model(exported, trust_code=trust_code)
         run = load_run(path, trust_code=trust_code)
+        _ = run.config  # raises if it names untrusted code, even if the model folder does not
+        model = open_model(exported, trust_code=trust_code)
         return replace(model, folder=path, run=run, option=option)
 
 
