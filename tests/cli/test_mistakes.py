@@ -111,6 +111,9 @@ MISTAKES = {
     "evaluate untold --data text.txt": (
         "'untold' has no tokenizer.json, which turns text into tokens; put one there"
     ),
+    "evaluate untold --data.corpus.type stdlib": (
+        "'untold' has no tokenizer.json, which turns text into tokens; put one there"
+    ),
     "evaluate theirs --data text.txt": (
         "'theirs' is not a run: it has no config.yaml; it is a model of transformers: moe-ffn convert theirs "
         "NEW makes a model folder of it"
