@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         if not folder.is_dir():
             raise ConfigError(
                 f"'{folder}' does not exist: there are no results of '{study.name}' yet; train its runs, "
-                f"{command('sweep')} --config {file}, and give --runs runs/{study.name}"
+                f"{command('sweep', '--config', file)}, and give --runs runs/{study.name}"
             )
         gathered = gather([folder])
         require_planned(study, file, gathered)

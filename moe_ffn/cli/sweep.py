@@ -255,5 +255,5 @@ def train_sweep(sweep: Sweep) -> int:
     for job in failed:
         log.warning("%s: %s", job.name, printable(job.problem))
     if len(failed) < len(sweep.jobs):
-        print(f"\ncompare them: {command('compare')} {folder}")
+        print(f"\ncompare them: {command('compare', folder)}")
     return 1 if failed else 0

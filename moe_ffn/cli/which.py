@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     duration = format_duration(60 * question.minutes)
     say(
         f"{num_runs} runs of width {question.width} in {folder}/, {question.jobs} at a time, about "
-        f"{duration}; Ctrl-C stops them; to resume: {command('which')} --resume {folder}"
+        f"{duration}; Ctrl-C stops them; to resume: {command('which', '--resume', folder)}"
     )
     share_plotly(folder)
     print_answer(Search(question, folder, say).run())
@@ -120,4 +120,4 @@ def print_answer(answer: Answer) -> None:
     print_comparison(Console(), answer.comparison)
     html = comparison_html(answer.gathered, answer.comparison, page)
     write_output("--name", page, html, label="\npage")
-    print(f"train it: {command('train')} --config {answer.folder / CONFIG_FILE}")
+    print(f"train it: {command('train', '--config', answer.folder / CONFIG_FILE)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import shlex
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -202,9 +203,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 """Root of the clone, or the folder of the installed packages."""
 
 
-def command(program: str) -> str:
-    """Return the command line of a program, `moe-ffn train`."""
-    return f"moe-ffn {program}"
+def command(program: str, *arguments: object) -> str:
+    """Return the command line of a program, `moe-ffn train --resume 'runs/my run'`, for a shell."""
+    return shlex.join(["moe-ffn", program, *map(str, arguments)])
 
 
 def is_clone() -> bool:

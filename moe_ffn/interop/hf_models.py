@@ -16,7 +16,7 @@ from moe_ffn.config.errors import ConfigError, first_line, import_optional, show
 from moe_ffn.config.files import kind_of, read_object
 from moe_ffn.data.tokenizer import bytes_of_token
 from moe_ffn.interop.hf_kernels import NEED_TRANSFORMERS
-from moe_ffn.interop.routings import routing_modules, watch
+from moe_ffn.interop.routings import is_experts, routing_modules, watch
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
@@ -160,6 +160,16 @@ def load_with_info(
         ) from error
     if info["mismatched_keys"]:
         _require_equal_experts(folder)
+    counts = (
+        getattr(module, "num_experts", None) for module in model.modules() if is_experts(module)
+    )
+    num_experts = next(counts, None)
+    k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if num_experts is not None and isinstance(k, int) and k > num_experts:
+        raise ConfigError(
+            f"'{folder / MODEL_CONFIG_FILE}': num_experts_per_tok ({k}) must not exceed the number of "
+            f"experts ({num_experts}); lower it"
+        )
     return model, info
 
 

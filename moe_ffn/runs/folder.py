@@ -169,7 +169,7 @@ def model_folder_hint(folder: Path) -> str:
     model_type = config.get("model_type")
     if model_type == "moe_ffn":
         return "it is the folder of a model, which moe_ffn.load_pretrained reads"
-    convert = f"{command('convert')} {folder} NEW makes a model folder of it"
+    convert = f"{command('convert', folder, 'NEW')} makes a model folder of it"
     return "" if model_type is None else f"it is a model of transformers: {convert}"
 
 

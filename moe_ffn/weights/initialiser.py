@@ -163,15 +163,20 @@ def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNCon
     for layer, (config, block) in enumerate(layer_blocks(decoder)):
         if not isinstance(config, MoEConfig) or config.expert_stack is None:
             continue
-        experts = config.experts.with_fixed_width(decoder.config.d_model, config.experts_per_token)
-        options = {**dict(config), "num_experts": num_experts, "experts": experts}
-        with prefix_errors(f"method.num_experts ({num_experts}), layer {layer}: "):
-            smaller = validate(type(config), options)
         if num_experts > config.num_experts:
             raise ConfigError(
                 f"method.num_experts ({num_experts}) must not exceed the experts of layer {layer} "
                 f"({config.num_experts}); give fewer"
             )
+        experts = config.experts.with_fixed_width(decoder.config.d_model, config.experts_per_token)
+        options = {**dict(config), "num_experts": num_experts, "experts": experts}
+        try:
+            smaller = validate(type(config), options)
+        except ConfigError as error:
+            problem, _, _ = str(error).rpartition("; ")  # its advice is for training
+            raise ConfigError(
+                f"method.num_experts ({num_experts}), layer {layer}: {problem}; keep more experts"
+            ) from error
         resized[layer] = smaller, cast("MoEFFN", block)
     if not resized:
         types = {ffn.type for ffn in decoder.config.layer_ffns() if ffn.router_infos()}

@@ -206,24 +206,17 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     Raises:
         ConfigError: the folder is not a model folder, is damaged, or has the weights of another model.
     """
-    from safetensors.torch import load_file
-
     folder = Path(folder)
     config = read_model_config(folder, trust_code=trust_code)
-    weights: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        with naming_failures(path, "read", "copy it again"):
-            weights |= load_file(path)
     with _no_init_weights(), memory_errors_as_config_errors(f"'{folder / MODEL_CONFIG_FILE}'"):
         decoder = config.build()
-    expected, found = (
-        {name: value.shape for name, value in tensors.items()}
-        for tensors in (distinct_tensors(decoder), weights)
-    )
-    require_fitting(folder, "this model", expected, found)
-    with open_weights(folder) as slices:  # whose dtypes have the names of safetensors
+    expected = {name: value.shape for name, value in distinct_tensors(decoder).items()}
+    with open_weights(folder) as slices:
+        found = {name: part.get_shape() for name, part in slices.items()}
+        require_fitting(folder, "this model", expected, found)
         names = (name for name, _ in decoder.named_parameters())
         require_floating(folder, {name: slices[name].get_dtype() for name in names})
+        weights = {name: part[...] for name, part in slices.items()}
     assign_weights(decoder, weights)
     return decoder.eval()
 

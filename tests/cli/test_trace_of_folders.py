@@ -95,6 +95,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         "model.safetensors' cannot be read (Error while deserializing header: ",
     ),
     "deeper": (with_config(num_hidden_layers=4), "has no weight 'model.layers.3"),
+    "more experts per token than experts": (
+        with_config(num_experts_per_tok=9),
+        "config.json': num_experts_per_tok (9) must not exceed the number of experts (6); lower it",
+    ),
     "dense": (dense, "LlamaForCausalLM can be watched: it has none of our blocks, and no experts"),
 }
 

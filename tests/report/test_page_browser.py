@@ -33,9 +33,11 @@ from tests.helpers.browser import DESKTOP, PHONE, Opened, opened
 from tests.helpers.synthetic_run import (
     LETTERS,
     age,
+    change,
     decoder_of,
     raise_alarms,
     random_text,
+    write_arm,
     write_run,
 )
 
@@ -176,6 +178,18 @@ def check_texts(page: Page) -> None:
         })"""
     )
     assert found == []
+
+
+def test_long_words_of_a_comparison_fit_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+    for arm in (50 * "g", "swiglu"):
+        write_arm(tmp_path / "runs", arm, [2.0, 2.1])
+    runs = sorted((tmp_path / "runs").iterdir())
+    for number, run in enumerate(runs):
+        change(run / "facts.json", git_revision=64 * str(number))
+    write_report(html_of_runs, runs, tmp_path / "page.html")
+    with drawn(browser, tmp_path / "page.html", width=PHONE) as found:
+        assert 64 * "0" in found.page.locator(".verdict").first.inner_text()
+        assert found.overflow == 0
 
 
 CONTRAST = """() => {

@@ -131,8 +131,8 @@ def announce_resume_point(
     """Find and print the step at which the run resumes, without changing a file; ConfigError if it cannot."""
     custom_code.warn_if_code_changed(resume.folder)
     check_documents(resume.folder, data.documents)
-    max_steps = resume.config.trainer.max_steps
-    start = find_resume_point(resume.folder, resume.saved, data, module, max_steps)
+    trainer = resume.config.trainer
+    start = find_resume_point(resume.folder, resume.saved, data, module, trainer)
     console.print(start.describe(resume.folder))
     for key, (before, now) in resume.changes.items():
         console.print(f"{key} is {json.dumps(now)} now (was {json.dumps(before)})")
