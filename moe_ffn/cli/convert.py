@@ -91,7 +91,7 @@ def _read(
     tokenizer, problem = None, ""
     if is_ours:
         model = read_source(str(source), "SOURCE", trust_code=trust_code)
-        decoder, tokenizer, kind = model.decoder, model.tokenizer, "moe_ffn"
+        decoder, tokenizer, kind = model.decoder, model.found_tokenizer, "moe_ffn"
     else:
         decoder, kind = load_transformers(source), f"{architecture_of(source)} of transformers"
         try:

@@ -164,6 +164,15 @@ def reading(path: Path) -> AbstractContextManager[None]:
     return explaining(f"'{path}' cannot be read")
 
 
+@contextmanager
+def prefix_errors(prefix: str = "method.") -> Iterator[None]:
+    """Prefix the option in a ConfigError, so that it reads as the user typed it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{prefix}{error}") from error
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, with the next one after a colon; its type without a text."""
     first, *others = filter(None, map(str.strip, str(error).splitlines() or [type(error).__name__]))

@@ -27,6 +27,7 @@ from moe_ffn.weights.pretrained import (
     open_weights,
     require_fitting,
     require_floating,
+    require_known_ids,
     weight_files,
 )
 
@@ -98,15 +99,6 @@ def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:
         raise ConfigError(
             "--text: is not UTF-8, which the tokenizers of transformers need"
         ) from error
-
-
-def require_known_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None:
-    """Raise ConfigError if the tokenizer in `folder` produced an id that the model does not have."""
-    if max(ids) >= vocab_size:
-        raise ConfigError(
-            f"'{folder / TOKENIZER_FILE}' does not fit this model: it produced token id {max(ids)}, but "
-            f"the vocabulary has {vocab_size} tokens; copy the tokenizer of this model"
-        )
 
 
 def load_hf_model(folder: Path, **options: Any) -> Any:

@@ -265,6 +265,15 @@ def no_tokenizer(folder: str | Path) -> ConfigError:
     )
 
 
+def require_known_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None:
+    """Raise ConfigError if the tokenizer in `folder` has an id that the model does not have."""
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            f"'{folder / TOKENIZER_FILE}' does not fit this model: it has token id {max(ids)}, but the "
+            f"vocabulary has {vocab_size} tokens; copy the tokenizer of this model"
+        )
+
+
 def read_config_json(folder: Path) -> dict[str, Any]:
     """Read the `config.json` of a model of any library; raise ConfigError if it is missing or damaged."""
     if kind_of(folder) != "a folder":

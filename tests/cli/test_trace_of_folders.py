@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moe_ffn
-from moe_ffn.cli.trace import trace_folder
 from moe_ffn.data.tokenizer import BytesConfig
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.generate import generate
+from moe_ffn.report.trace import trace_text
 from moe_ffn.runs.reader import load_model
 from tests.helpers import theirs
 from tests.helpers.tiny_runs import cli, trained
@@ -175,9 +176,11 @@ def test_the_trace_has_the_experts_of_every_token(length: int) -> None:
     ends = range(
         LENGTH + 1, 7 + length
     )  # beyond the context, each is the last of what the model saw
+    run = load_model(trained())
+    trace = partial(trace_text, run.folder, run.decoder, run.tokenizer)
     tokens = [
-        *trace_folder(trained(), written[:LENGTH]).tokens,
-        *(trace_folder(trained(), written[end - LENGTH : end]).tokens[-1] for end in ends),
+        *trace(written[:LENGTH]).tokens,
+        *(trace(written[end - LENGTH : end]).tokens[-1] for end in ends),
     ]
     assert len(rows) == 6 + length
     for row, token in zip(rows, tokens, strict=True):
