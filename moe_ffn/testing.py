@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, UseCase, show
 from moe_ffn.experts import Experts, ExpertsConfig
+from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn import FFNBlock, FFNConfig
 from moe_ffn.ffn.base import inner_blocks
 from moe_ffn.ffn.dispatch import make_plan, unsorted_plan
@@ -333,6 +334,7 @@ class PartChecks:
         if not self.causal or length == 1:
             return
         move_off_zero(module)
+        turn_off_dropout_of_experts(module)
         x = self.random(_BATCH, length, self.d_model)
         ids = torch.zeros(_BATCH, length, dtype=torch.int64, device=self.device)
         for training in (False, True):
@@ -507,6 +509,10 @@ class PartChecks:
         parameters = [p for p in router.parameters() if p.requires_grad]
         if not parameters:
             return
+        own: Any = router
+        if getattr(getattr(own, "config", None), "draws_k", False):
+            # A draw of 1 with `renormalize` would make every weight a constant 1.
+            own.config = own.config.with_k(own.config.k_max)
         with torch.enable_grad():
             output = call()
         self.require_gradient(
@@ -648,6 +654,18 @@ def move_off_zero(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.add_(0.03)
+
+
+def turn_off_dropout_of_experts(module: nn.Module) -> None:
+    """Turn off dropout of pairs: they are sorted by expert, so a later token changes the random numbers of
+    earlier ones.
+    """
+    for experts in (part for part in module.modules() if isinstance(part, Experts)):
+        for part in experts.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+            elif isinstance(part, MatrixExperts):
+                part.config = part.config.model_copy(update={"dropout": 0.0})
 
 
 def describe_value(value: Any) -> str:
