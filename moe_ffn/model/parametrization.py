@@ -57,10 +57,12 @@ def part_of(name: str, owner: nn.Module) -> Part:
     words = [word.removesuffix("_bias") for word in name.split(".")]
     if "Norm" in type(owner).__name__:
         return "norms"
-    if "router" in words:
+    if "router" in words or "later_routers" in words:
         return "router"
     if "attention" in words:
         return "attention"
+    if "combine" in words:  # the gate of a shared expert's output
+        return "other"
     for word in words if name.startswith(LAYERS) else ():
         if word in _FFN_PARTS:
             return _FFN_PARTS[word]

@@ -407,6 +407,16 @@ def test_every_parameter_belongs_to_a_part() -> None:
     assert len(found) == len(list(model.parameters()))
 
 
+def test_all_routers_of_a_chain_are_routers_and_a_gate_of_outputs_is_no_hidden_unit() -> None:
+    ffn = {"type": "moe", "num_experts": 4, "shared_expert": "swiglu", "combine": "sigmoid_gate"}
+    chain = {"type": "chain_of_experts", "rounds": 3, "ffn": ffn}
+    found = parts_of(build(config(model__ffn=chain)))
+    for router in ("ffn.router", "later_routers.0", "later_routers.1"):
+        assert found[f"layers.0.ffn.{router}.projection.weight"] == "router"
+    assert found["layers.0.ffn.ffn.combine.gate.weight"] == "other"
+    assert found["layers.0.ffn.ffn.shared_expert.gate.weight"] == "ffn_up"
+
+
 GROUPS = {"router": {"learning_rate_factor": 0.5}, "norms": {"weight_decay": 0.25}}
 
 
