@@ -39,8 +39,17 @@ def test_every_block_of_the_package_passes_and_is_rejected_in_a_causal_model_whe
                 check_ffn(part, D_MODEL, seq_len=32)
 
 
-@pytest.mark.parametrize("inner", ["moe", "chain_of_experts"])
-def test_a_sparse_block_that_gets_only_some_tokens_passes(inner: str) -> None:
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "moe",
+        "chain_of_experts",
+        {"type": "swiglu", "dropout": 0.1},
+        {"type": "moe", "router": "noisy_top_k"},
+    ],
+    ids=["moe", "chain", "dropout", "noise"],
+)
+def test_a_block_that_gets_only_some_tokens_passes(inner: Any) -> None:
     depths = {"type": "mixture_of_depths", "router": {"type": "relu", "k": 0.5}, "ffn": inner}
     check_ffn({"type": "biased", "ffn": depths}, D_MODEL, seq_len=32)
 
