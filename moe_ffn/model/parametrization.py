@@ -238,7 +238,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
             scales[name] = ParameterScale(multiplier)
             if name.startswith(LAYERS) and is_matrix(name, parameter):
                 (*_, out, into), (*_, base_out, base_into) = parameter.shape, of_base[name].shape
-                if module.endswith("router.projection"):
+                if module.split(".")[-2] == "router":
                     out = base_out = 1  # each row makes one logit, however many experts there are
                 fused = num_fused(name)
                 shape, base_shape = (out // fused, into), (base_out // fused, base_into)

@@ -320,16 +320,22 @@ def test_scores_follow_the_width_of_a_head(
 
 
 @both
-def test_a_row_of_the_router_does_not_depend_on_the_number_of_experts(optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("router_type", "name"),
+    [("top_k", "projection"), ("noisy_top_k", "noise"), ("neuron_top_k", "gate")],
+)
+def test_a_row_of_the_router_does_not_depend_on_the_number_of_experts(
+    optimizer: str, router_type: str, name: str
+) -> None:
     found: list[tuple[float, float]] = []
     for num_experts in (4, 8, 128):
         own = config(
             model__parametrization=COMPLETEP,
-            model__ffn={**MOE, "num_experts": num_experts},
+            model__ffn={**MOE, "num_experts": num_experts, "router": router_type},
             optimizer={"type": optimizer, "learning_rate": 1.0},
         )
         model = build(own)
-        router = model.get_parameter("layers.0.ffn.router.projection.weight")
+        router = model.get_parameter(f"layers.0.ffn.router.{name}.weight")
         (rate,) = (
             group["lr"]
             for group in own.optimizer.build(model).param_groups
