@@ -30,11 +30,14 @@ from moe_ffn.config.files import (
     split_into_files,
     write_file,
 )
+from moe_ffn.config.import_path import is_custom_class
 from moe_ffn.config.process_memory import memory_errors_as_config_errors
 from moe_ffn.config.trust import accepting_code, only_trusted_code
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
+from moe_ffn.ffn.base import short_name
 from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.routing import RouterConfig
 from moe_ffn.runs.custom_code import code_files, portable_options
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
 
@@ -82,8 +85,8 @@ def save_pretrained(
     """Write a decoder and its tokenizer as a model folder, replacing a model folder that exists.
 
     Raises:
-        ConfigError: the folder holds other files or cannot be written, or the model is no Decoder or has
-            adapters of peft; then nothing changes.
+        ConfigError: the folder holds other files or cannot be written, or the model is no Decoder, has
+            adapters of peft or a k that its config rejects; then nothing changes.
     """
     if any(type(module).__module__.split(".")[0] == "peft" for module in decoder.modules()):
         raise ConfigError(
@@ -95,7 +98,22 @@ def save_pretrained(
             f"save_pretrained writes a Decoder, but got a {type(decoder).__name__}; save your own model with "
             "torch.save: its state_dict(), and the options of its blocks"
         )
+    for name, info in decoder.config.router_infos().items():
+        if not is_custom_class(type(info.router)):
+            _require_readable(name, info.router)
     write_model_folder(Path(folder), decoder, decoder.state_dict(), tokenizer)
+
+
+def _require_readable(name: str, router: RouterConfig) -> None:
+    """Raise ConfigError for a router with a k of `Decoder.set_k` that its config rejects."""
+    try:
+        type(router)(**router.to_dict())
+    except ConfigError as error:
+        reason = str(error).partition(";")[0]
+        raise ConfigError(
+            f"layer {short_name(name)}: {reason}, and no model folder may hold it; call set_k with a larger "
+            "k before you save"
+        ) from error
 
 
 def write_model_folder(
