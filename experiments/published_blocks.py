@@ -28,7 +28,7 @@ from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.files import write_atomically
 from moe_ffn.config.option_tree import show_value
 from moe_ffn.ffn import build_ffn
-from moe_ffn.hf.block_parts import BlockEntry, resolve
+from moe_ffn.hf.block_parts import BlockEntry
 from moe_ffn.hf.block_table import BLOCKS, NO_BLOCK
 from moe_ffn.hf.blocks import config_width, convert_tensors
 from moe_ffn.outputs import TokenContext
@@ -185,10 +185,8 @@ def compare(model: str, *, training: bool = False) -> Errors:
     entry = cast("BlockEntry", BLOCKS[model])
     config = config_of(model, entry, {**SMALL, **entry.small})
     theirs = build_theirs(model, entry, config).train(training)
-    template = resolve(entry.ffn, config)
-    if training:
-        template = resolve(entry.in_training, config) or template
-    ours = build_ffn(template, config_width(config)).train(training)
+    options = entry.options(config, training=training)
+    ours = build_ffn(options, config_width(config)).train(training)
     state = dict(theirs.state_dict())
     ours.load_state_dict(convert_tensors(entry, state, ours.state_dict(), config))
 
@@ -246,11 +244,11 @@ def flow(value: Any) -> str:
 def shown_config(model: str, entry: BlockEntry) -> dict[str, Any]:
     """Return our config for the default config of a model, or for a small one if the default fails."""
     try:
-        options = resolve(entry.ffn, config_of(model, entry, {}))
+        options = entry.options(config_of(model, entry, {}))
         build_empty(options)
     # RuntimeError: layers have different numbers of experts.
-    except (ConfigError, TypeError, AttributeError, RuntimeError):
-        options = resolve(entry.ffn, config_of(model, entry, {**SMALL, **entry.small}))
+    except (ConfigError, TypeError, RuntimeError):
+        options = entry.options(config_of(model, entry, {**SMALL, **entry.small}))
     return options
 
 

@@ -25,9 +25,11 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError, UseCase, show
 from moe_ffn.experts import Experts, ExpertsConfig
+from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn import FFNBlock, FFNConfig
 from moe_ffn.ffn.base import inner_blocks
 from moe_ffn.ffn.dispatch import make_plan, unsorted_plan
+from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsFFN
 from moe_ffn.outputs import (
     FFNOutput,
     PairsOnlyRouting,
@@ -333,18 +335,22 @@ class PartChecks:
         if not self.causal or length == 1:
             return
         move_off_zero(module)
+        turn_off_dropout_of_experts(module)
         x = self.random(_BATCH, length, self.d_model)
         ids = torch.zeros(_BATCH, length, dtype=torch.int64, device=self.device)
         for training in (False, True):
             module.train(training)
 
-            def seeded(x: Tensor, ids: Tensor) -> Tensor:
-                torch.manual_seed(0)  # the same dropout and noise for every token
+            def seeded(x: Tensor, ids: Tensor, seed: int = 0) -> Tensor:
+                torch.manual_seed(seed)  # the same dropout and noise for every token
                 return call(x, ids)
 
             outputs = seeded(x, ids)
             if not torch.equal(outputs, seeded(x, ids)):
                 continue  # the part has a state, so outputs are not comparable
+            skips = any(isinstance(part, MixtureOfDepthsFFN) for part in module.modules())
+            if training and skips and not torch.equal(outputs, seeded(x, ids, seed=1)):
+                continue  # with another number of chosen tokens, each gets other noise
             for first in (length // 2, length - 1):
                 changed_x, changed_ids = x.clone(), ids.clone()
                 changed_x[:, first:] = 10 - 10 * x[:, first:]
@@ -507,6 +513,10 @@ class PartChecks:
         parameters = [p for p in router.parameters() if p.requires_grad]
         if not parameters:
             return
+        own: Any = router
+        if getattr(getattr(own, "config", None), "draws_k", False):
+            # A draw of 1 with `renormalize` would make every weight a constant 1.
+            own.config = own.config.with_k(own.config.k_max)
         with torch.enable_grad():
             output = call()
         self.require_gradient(
@@ -648,6 +658,18 @@ def move_off_zero(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.add_(0.03)
+
+
+def turn_off_dropout_of_experts(module: nn.Module) -> None:
+    """Turn off dropout of pairs: they are sorted by expert, so a later token changes the random numbers of
+    earlier ones.
+    """
+    for experts in (part for part in module.modules() if isinstance(part, Experts)):
+        for part in experts.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+            elif isinstance(part, MatrixExperts):
+                part.config = part.config.model_copy(update={"dropout": 0.0})
 
 
 def describe_value(value: Any) -> str:

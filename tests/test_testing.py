@@ -39,8 +39,17 @@ def test_every_block_of_the_package_passes_and_is_rejected_in_a_causal_model_whe
                 check_ffn(part, D_MODEL, seq_len=32)
 
 
-@pytest.mark.parametrize("inner", ["moe", "chain_of_experts"])
-def test_a_sparse_block_that_gets_only_some_tokens_passes(inner: str) -> None:
+@pytest.mark.parametrize(
+    "inner",
+    [
+        "moe",
+        "chain_of_experts",
+        {"type": "swiglu", "dropout": 0.1},
+        {"type": "moe", "router": "noisy_top_k"},
+    ],
+    ids=["moe", "chain", "dropout", "noise"],
+)
+def test_a_block_that_gets_only_some_tokens_passes(inner: Any) -> None:
     depths = {"type": "mixture_of_depths", "router": {"type": "relu", "k": 0.5}, "ffn": inner}
     check_ffn({"type": "biased", "ffn": depths}, D_MODEL, seq_len=32)
 
@@ -103,6 +112,37 @@ def test_dropout_does_not_hide_a_block_that_looks_ahead() -> None:
         ConfigError, match=r"^LeakingInTraining: .* do \(in training\), so a causal"
     ):
         check_ffn(LeakingInTraining(), D_MODEL)
+
+
+class DroppingExperts(Experts):
+    """Experts whose dropout draws numbers in the order of the plan."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.scale_E = nn.Parameter(torch.ones(num_experts))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
+        rows_ND = self.dropout(x_TD[plan.token_indices_N] * plan.weights_N.unsqueeze(-1))
+        return torch.zeros_like(x_TD).index_add(0, plan.token_indices_N, rows_ND)
+
+
+def test_dropout_of_experts_is_no_look_ahead() -> None:
+    # Later tokens move the pairs of earlier ones in the plan, and so the random number of each.
+    moe: dict[str, Any] = {"type": "moe", "num_experts": 4}
+    check_ffn({**moe, "experts": {"type": "swiglu", "dropout": 0.5}}, D_MODEL)
+    block: Any = build_ffn(moe, D_MODEL)
+    block.experts = DroppingExperts(4)
+    check_ffn(block)
+
+
+def test_a_router_that_draws_k_learns_by_its_largest_k() -> None:
+    # Of 1 expert per token the weight is 1, which has no gradient; of 2 and 3 it has one.
+    router = {"type": "elastic_top_k", "k_min": 1, "k_max": 3, "renormalize": True}
+    for seed in range(4):
+        torch.manual_seed(seed)
+        check_router(router, D_MODEL, 4)
+        check_ffn({"type": "moe", "num_experts": 4, "router": router}, D_MODEL)
 
 
 class InPlace(Leaking):

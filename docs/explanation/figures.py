@@ -25,7 +25,7 @@ from moe_ffn.ffn.networks import hidden_units
 from moe_ffn.report.trace import trace_text
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.gather import gather
-from moe_ffn.weights.init_from import load_decoder
+from moe_ffn.weights.init_from import open_model
 
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER.parent / "studies"
@@ -385,13 +385,13 @@ def draw_over_sizes(
 @torch.no_grad()
 def draw_specialisation(panel: Panel) -> None:
     """Draw how far the loads of experts differ between two texts, for each layer of the shipped model."""
-    decoder, tokenizer = load_decoder(MODEL)
+    model = open_model(MODEL)
     code = "".join(p.read_text("utf-8") for p in sorted(Path("moe_ffn/kernels/native").glob("*.h")))
     english = Path("LICENSE").read_text("utf-8")
 
     def loads(text: str) -> list[torch.Tensor]:
-        ids = tokenizer.encode(text)[: 8 * 256].view(8, 256)
-        routings = decoder(ids).routings.values()
+        ids = model.tokenizer.encode(text)[: 8 * 256].view(8, 256)
+        routings = model.decoder(ids).routings.values()
         return [
             r.expert_ids_N.bincount(minlength=r.num_experts) / len(r.expert_ids_N) for r in routings
         ]
@@ -458,7 +458,8 @@ def overview() -> Drawing:
     """Draw the picture of the README: the expert of each token, and losses of blocks."""
     drawing, width, height = Drawing(1000, 262), 42, 36
     text = b"int size; /* the size of the list */ return size;"
-    trace = trace_text(MODEL, *load_decoder(MODEL), text)
+    model = open_model(MODEL)
+    trace = trace_text(MODEL, model.decoder, model.tokenizer, text)
     drawing.text((24, 34), "Each token's first-choice expert, layer by layer", kind="title")
     for column, token in enumerate(trace.tokens):
         left = 72 + width * column

@@ -96,13 +96,13 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
         check_routing(routing, "pooled_load_balancing_loss")
     if not layers:
         raise ValueError("load_balance_pooled needs the routing of at least one layer, got none")
+    layers = [routing.choices() for routing in layers]
     if len({routing.num_experts for routing in layers}) > 1:
         sizes = ", ".join(str(routing.num_experts) for routing in layers)
         raise ValueError(
             f"load_balance_pooled needs equally many experts in every layer, got {sizes}; "
             "use load_balance"
         )
-    layers = [routing.choices() for routing in layers]
     load_LE = torch.stack([pairs_per_expert(routing) for routing in layers])
     scores_LE = torch.stack([sum_of_scores(routing, "load_balance_pooled") for routing in layers])
     num_tokens = sum(routing.num_real_tokens for routing in layers)
@@ -331,7 +331,7 @@ def _reason_without_scores(routers: Routers) -> str | None:
 def _reason_not_poolable(routers: Routers) -> str | None:
     if reason := _reason_without_scores(routers):
         return reason
-    sizes = sorted({num_experts for _, _, num_experts in routers})
+    sizes = sorted({n - getattr(router, "num_always", 0) for _, router, n in routers})
     if len(sizes) < 2:
         return None
     return (

@@ -47,15 +47,13 @@ from moe_ffn.interop.hf_models import (
     load_hf_tokenizer,
     load_with_info,
     max_length_of,
-    require_known_ids,
 )
 from moe_ffn.report.html import render
 from moe_ffn.report.inspect.text import text_of_run
-from moe_ffn.runs.reader import load_run
 from moe_ffn.runs.texts import read_text_bytes
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.weights.init_from import load_decoder
-from moe_ffn.weights.pretrained import is_model_folder
+from moe_ffn.weights.init_from import open_model
+from moe_ffn.weights.pretrained import require_known_ids
 
 STYLES: dict[Verdict, str] = {"fail": "bold red", "warn": "yellow", "pass": "green", "skip": "dim"}
 """Verdict -> style in the terminal."""
@@ -167,8 +165,6 @@ def load_target(
         raise ConfigError(
             f"--base: '{folder}' is not an adapter of peft, which has {ADAPTER_CONFIG}; leave it out"
         )
-    model: Any
-    num_steps = None
     if is_transformers_folder(folder):
         model, info = load_with_info(folder, accepts_encoder=True)
         encode = partial(encode_utf8, load_hf_tokenizer(folder)[0])
@@ -176,18 +172,16 @@ def load_target(
         vocab_size = model.get_input_embeddings().num_embeddings
         require_known_ids(batch[0].flatten().tolist(), vocab_size, folder)
         return Target(model, *batch, _loading(info))
-    if is_model_folder(folder):
-        model, tokenizer = load_decoder(folder, trust_code=trust_code)
-        objective = None
+    ours = open_model(folder, trust_code=trust_code)
+    decoder, run = ours.decoder, ours.run
+    if run is not None and text is None:
+        ids_BS = torch.from_numpy(text_of_run(run, num_tokens).windows).long()
+        batch = ids_BS, "validation split"
     else:
-        run = load_run(folder, trust_code=trust_code)
-        model, tokenizer, objective = run.model, run.tokenizer, run.config.objective
-        num_steps = run.step
-        if text is None:
-            ids_BS = torch.from_numpy(text_of_run(run, num_tokens).windows).long()
-            return Target(model, ids_BS, "validation split", (), objective, num_steps)
-    batch = _batch(tokenizer.encode, text, num_tokens, model.max_seq_len)
-    return Target(model, *batch, (), objective, num_steps)
+        batch = _batch(ours.tokenizer.encode, text, num_tokens, decoder.max_seq_len)
+    if run is None:
+        return Target(decoder, *batch)
+    return Target(decoder, *batch, objective=run.config.objective, num_steps=run.step)
 
 
 def _loading(info: dict[str, Any]) -> tuple[Finding, ...]:

@@ -112,7 +112,7 @@ def parse_flags(
     for path in flags.config:
         from_file = read_yaml(Path(path), where=f"--config {path}")
         if {"arms", "grid"} & {*from_file} - {*root.model_fields}:
-            sweep = f"{errors.command('sweep')} --config {path}"
+            sweep = errors.command("sweep", "--config", path)
             raise ConfigError(f"--config {path}: is a study; its runs are trained by {sweep}")
         options = merge(options, from_file)
     options = merge(options, overrides_of(rest, root, parser))

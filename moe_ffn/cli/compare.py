@@ -18,6 +18,7 @@ from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, page_file, positive, write_output
 from moe_ffn.config.errors import ConfigError, command, printable
+from moe_ffn.config.numbers import counted
 from moe_ffn.report.studies.comparison_tables import print_comparison
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered, gather
@@ -60,12 +61,14 @@ def main(argv: Sequence[str]) -> int:
 def compare(
     gathered: Gathered, baseline: str | None = None, margin: float | None = None
 ) -> Comparison:
-    """Return the comparison; an error message includes the number of runs that are left out."""
+    """Return the comparison; an error message says how many runs are left out, and why the first is."""
     try:
         return gathered.compare(baseline, margin)
     except ConfigError as error:
-        if not gathered.left_out:
+        reasons = [*gathered.left_out.values()]
+        if not reasons:
             raise
+        verb = "is" if len(reasons) == 1 else "are"
         raise ConfigError(
-            f"{error} ({len(gathered.left_out)} runs are left out: they are not finished)"
+            f"{error}; {counted(len(reasons), 'run')} {verb} left out, the first since {reasons[0]}"
         ) from error

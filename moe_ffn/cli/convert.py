@@ -18,7 +18,7 @@ from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.hf.from_transformers import architecture_of, load_transformers
-from moe_ffn.hf.to_gguf import SUFFIX, export_gguf, require_absent_file
+from moe_ffn.hf.to_gguf import SUFFIX, export_gguf
 from moe_ffn.hf.to_transformers import export_transformers, require_absent
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import dtype_name
@@ -60,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def _export(args: Any, *, is_ours: bool) -> None:
     """Write a folder of transformers or a GGUF file, and describe it."""
     target, is_gguf = args.target, args.target.suffix == SUFFIX
-    check_target = require_absent_file if is_gguf else require_absent
-    check_target(target)  # before a large model is read
+    require_absent(target, "file" if is_gguf else "folder")  # before a large model is read
     decoder, tokenizer, problem = _read(args.source, is_ours=is_ours, trust_code=args.trust_code)
     if not is_gguf:
         export = export_transformers(decoder, target, tokenizer, packed=args.packed)
@@ -92,7 +91,7 @@ def _read(
     tokenizer, problem = None, ""
     if is_ours:
         model = read_source(str(source), "SOURCE", trust_code=trust_code)
-        decoder, tokenizer, kind = model.decoder, model.tokenizer, "moe_ffn"
+        decoder, tokenizer, kind = model.decoder, model.found_tokenizer, "moe_ffn"
     else:
         decoder, kind = load_transformers(source), f"{architecture_of(source)} of transformers"
         try:

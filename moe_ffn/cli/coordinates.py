@@ -33,6 +33,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--option ({flags.option}): must be a size of the model; give one, such as model.num_layers"
         )
+    if config.init_from is not None:
+        raise ConfigError(
+            f"init_from ({config.init_from}): each size begins with weights of its own; leave it out"
+        )
     sizes = flags.sizes
     if sizes is None:
         if flags.option != "model.d_model":

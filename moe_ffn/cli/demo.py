@@ -18,7 +18,7 @@ from moe_ffn.cli.parser import Parser, page_file, text_from_flag, write_output
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.report.trace import trace_text
 from moe_ffn.report.trace_view import page, table
-from moe_ffn.weights.init_from import load_decoder
+from moe_ffn.weights.init_from import open_model
 
 MODEL = Path(__file__).parent / "demo_model"
 """Model folder; its README.md is the card of the model."""
@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
     text = text_from_flag(args.text)
     if not text.strip():
         raise ConfigError("--text: has only white space; give some text: --text 'import os'")
-    trace = trace_text(MODEL, *load_decoder(MODEL), text)
+    model = open_model(MODEL)
+    trace = trace_text(MODEL, model.decoder, model.tokenizer, text)
     # Without the predictions, all layers fit into a terminal of 80 columns.
     trace = replace(trace, tokens=tuple(replace(t, prediction=None) for t in trace.tokens))
     console = Console(highlight=False, markup=False)

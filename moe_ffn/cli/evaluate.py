@@ -22,7 +22,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -50,20 +49,16 @@ from moe_ffn.config.option_tree import merge
 from moe_ffn.config.yaml_files import read_yaml, validate
 from moe_ffn.data.batches import Batch
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, validation_batches
-from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.ffn.base import short_name
 from moe_ffn.metrics.load_summary import percent
 from moe_ffn.metrics.table import LAYER_METRICS
-from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.tables import plain_table
-from moe_ffn.runs.folder import TOKENIZER_FILE
 from moe_ffn.runs.json_files import plain_values
-from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.runs.texts import prepare_data, tokens_of_path
 from moe_ffn.training.distillation import ANSWERS_SUFFIX, StoredAnswers, digests_of, write_answers
 from moe_ffn.training.evaluation import Evaluation, StridedBatches, evaluate, top_answers
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.weights.init_from import load_decoder, sha256_of_weights
+from moe_ffn.weights.init_from import OpenModel, open_model, sha256_of_weights
 from moe_ffn.weights.pretrained import is_model_folder, naming_failures
 
 _DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
@@ -77,34 +72,6 @@ class _Options(Config, frozen=True):
     """Root of the dotted options."""
 
     data: DataConfig = DataConfig()
-
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder with its tokenizer and the settings of its evaluation."""
-
-    folder: Path
-    decoder: Decoder
-    tokenizer: Tokenizer
-    masked_fraction: float
-    precision: str
-    run: Run | None
-    """The run; None for a model folder."""
-
-    @property
-    def setting(self) -> str:
-        """Precision and device, such as `32-true on cpu`."""
-        return f"{self.precision} on {self.decoder.embedding.weight.device}"
-
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        with with_progress("evaluating", batches) as shown:
-            return evaluate(
-                self.decoder,
-                shown,
-                self.tokenizer.byte_lengths,
-                masked_fraction=self.masked_fraction,
-                precision=self.precision,
-            )
 
 
 @contextmanager
@@ -208,30 +175,33 @@ def _check_together(args: Any) -> None:
         )
 
 
-def _read(args: Any, folder: Path, overrides: Mapping[str, Any]) -> tuple[Model, DataConfig]:
-    if is_model_folder(folder):
-        if args.data is None and "corpus" not in overrides and args.tasks is None:
-            which = (
-                "--data" if args.store_answers is None else "--data.corpus or --data config.yaml"
-            )
-            raise ConfigError(
-                f"'{folder}' is a model folder, which does not name a text; give one with {which}"
-            )
-        model = read_model_folder(folder, args.device, trust_code=args.trust_code)
-    else:
-        model = model_of_run(load_run(folder, trust_code=args.trust_code), args.device)
+def _read(args: Any, folder: Path, overrides: Mapping[str, Any]) -> tuple[OpenModel, DataConfig]:
+    names_text = args.data is not None or "corpus" in overrides or args.tasks is not None
+    if is_model_folder(folder) and not names_text:  # before a large model is read
+        which = "--data" if args.store_answers is None else "--data.corpus or --data config.yaml"
+        raise ConfigError(
+            f"'{folder}' is a model folder, which does not name a text; give one with {which}"
+        )
+    model = open_model(folder, trust_code=args.trust_code)
+    if model.run is None and not model.decoder.config.causal:
+        raise ConfigError(
+            f"'{folder}' has model.causal (false), but no masked fraction (objective.masked_fraction); give "
+            "the run that it comes from"
+        )
+    dtypes = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+    model.decoder.to(args.device, dtypes.get(model.precision))
     return model, data_config(model, args.data, overrides)
 
 
 def _evaluate_once(
-    args: Any, model: Model, config: DataConfig, names_corpus: bool, console: Console
+    args: Any, model: OpenModel, config: DataConfig, names_corpus: bool, console: Console
 ) -> dict[str, Any]:
     """Print loss and routing on a text, or the results of tasks; return them for JSON."""
     results: dict[str, Any] = {"model": str(model.folder)}
     if args.data is not None or names_corpus or args.tasks is None:
         description, batches = windows_of_text(model, config, args.data, args.stride)
-        evaluation = model.evaluate(batches)
-        print_evaluation(console, f"{description}; {model.setting}", evaluation)
+        evaluation = evaluate_model(model, batches)
+        print_evaluation(console, f"{description}; {setting_of(model)}", evaluation)
         results |= {"data": description, "precision": model.precision, **evaluation.to_dict()}
     if args.tasks is not None:
         from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
@@ -242,7 +212,7 @@ def _evaluate_once(
     return results
 
 
-def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> dict[str, Any]:
+def _store_answers(path: Path, top: int, model: OpenModel, config: DataConfig) -> dict[str, Any]:
     """Write a model's predictions on the training split; return their number and source for JSON."""
     vocab_size = model.decoder.embedding.num_embeddings
     if path.suffix != ANSWERS_SUFFIX:
@@ -285,9 +255,9 @@ def _store_answers(path: Path, top: int, model: Model, config: DataConfig) -> di
     return {"answers": str(path), "positions": len(data.train) - 1, **about}
 
 
-def _data_of(model: Model, config: DataConfig) -> PreparedData:
+def _data_of(model: OpenModel, config: DataConfig) -> PreparedData:
     if model.run is not None and _is_same_text(config, model.run.config.data):
-        return prepare_data(model.run, "give a text with --data")
+        return prepare_data(model.run, "give a text with --data", config)
     return prepare(config)
 
 
@@ -310,33 +280,27 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 # -- the model
 
 
-def read_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> Model:
-    decoder, tokenizer = load_decoder(folder, trust_code=trust_code)
-    if not decoder.config.causal:
-        raise ConfigError(
-            f"'{folder}' has model.causal (false), but no masked fraction (objective.masked_fraction); give "
-            "the run that it comes from"
+def evaluate_model(model: OpenModel, batches: Iterable[Batch]) -> Evaluation:
+    objective = ObjectiveConfig() if model.run is None else model.run.config.objective
+    with with_progress("evaluating", batches) as shown:
+        return evaluate(
+            model.decoder,
+            shown,
+            model.tokenizer.byte_lengths,
+            masked_fraction=objective.masked_fraction,
+            precision=model.precision,
         )
-    dtype = decoder.embedding.weight.dtype
-    precision = "bf16-true" if dtype == torch.bfloat16 else f"{8 * dtype.itemsize}-true"
-    return Model(
-        folder, decoder.to(device), tokenizer, ObjectiveConfig().masked_fraction, precision, None
-    )
 
 
-def model_of_run(run: Run, device: torch.device) -> Model:
-    """Return the best weights of a run, in its training precision."""
-    decoder, precision = run.model.to(device), run.facts.precision or run.config.trainer.precision
-    if precision in ("bf16-true", "16-true"):
-        decoder = decoder.to(torch.bfloat16 if precision == "bf16-true" else torch.float16)
-    fraction = run.config.objective.masked_fraction
-    return Model(run.folder, decoder, run.tokenizer, fraction, precision, run)
+def setting_of(model: OpenModel) -> str:
+    """Return the precision and the device, such as `32-true on cpu`."""
+    return f"{model.precision} on {model.decoder.embedding.weight.device}"
 
 
 # -- the text
 
 
-def data_config(model: Model, path: Path | None, overrides: Mapping[str, Any]) -> DataConfig:
+def data_config(model: OpenModel, path: Path | None, overrides: Mapping[str, Any]) -> DataConfig:
     """Return the data options of the run, updated by the config at `path` and then by `overrides`."""
     if "tokenizer" in overrides:
         raise ConfigError("--data.tokenizer: comes from the model; leave it out")
@@ -357,8 +321,7 @@ def data_config(model: Model, path: Path | None, overrides: Mapping[str, Any]) -
         )
     if model.run is not None and _is_same_text(config, model.run.config.data):
         return config
-    file = FileTokenizerConfig(path=str(model.folder / TOKENIZER_FILE))
-    return config.model_copy(update={"tokenizer": file})
+    return config.model_copy(update={"tokenizer": model.tokenizer_config})
 
 
 def is_config(path: Path | None) -> TypeGuard[Path]:
@@ -370,7 +333,7 @@ def _is_same_text(one: DataConfig, other: DataConfig) -> bool:
 
 
 def windows_of_text(
-    model: Model, config: DataConfig, path: Path | None, stride: int | None
+    model: OpenModel, config: DataConfig, path: Path | None, stride: int | None
 ) -> tuple[str, Iterable[Batch]]:
     """Return a description and the windows of the text in `path`, or of the validation split of the corpus.
 
@@ -446,7 +409,7 @@ def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
 
 
 def _evaluate_each_k(
-    args: Any, models: Sequence[tuple[Model, DataConfig]], console: Console
+    args: Any, models: Sequence[tuple[OpenModel, DataConfig]], console: Console
 ) -> dict[str, Any]:
     """Evaluate every model with every k; print a table, write the page, and return the results for JSON."""
     k_at = dict(map(_layers_and_k, args.k_at))
@@ -461,14 +424,14 @@ def _evaluate_each_k(
         description, batches = windows_of_text(model, config, args.data, args.stride)
         windows = list(batches)
         console.print(
-            f"{model.folder}: {description}; {model.setting}", markup=False, soft_wrap=True
+            f"{model.folder}: {description}; {setting_of(model)}", markup=False, soft_wrap=True
         )
         table = plain_table(["k", "loss", "perplexity", "FLOPs per token"], num_texts=0)
         points: list[dict[str, Any]] = []
         for k in args.k:
             decoder = model.decoder
             decoder.set_k({":": k, **k_at})
-            evaluation = model.evaluate(windows)
+            evaluation = evaluate_model(model, windows)
             sizes = decoder.embedding.num_embeddings, config.seq_len
             flops = decoder.config.flops_per_token(*sizes)
             points.append({"k": k, "flops_per_token": flops, **evaluation.to_dict()})

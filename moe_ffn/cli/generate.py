@@ -28,11 +28,10 @@ from moe_ffn.kernels.native.build import compile_kernels
 from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.report.trace import check_routes, trace_of_decoder
 from moe_ffn.report.trace_view import table
-from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
+from moe_ffn.runs.folder import SAMPLES_FILE
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, encode_text, stream_texts
-from moe_ffn.weights.init_from import load_decoder
-from moe_ffn.weights.pretrained import is_model_folder
+from moe_ffn.weights.init_from import open_model
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +56,10 @@ def main(argv: Sequence[str]) -> int:
     # A prompt such as `12` or `null` is text; the other values are numbers or null.
     values = {name: parse_value(getattr(args, name), f"--{name}") for name in numeric}
     sample = validate(SampleConfig, {**values, "prompt": prompt, "stop": args.stop})
-    if not is_model_folder(folder):
-        check_has_weights(folder)
+    model = open_model(folder, trust_code=args.trust_code)
+    decoder, tokenizer = model.decoder, model.tokenizer
     if prompt is None:
         prompt = latest_prompt(folder)
-    decoder, tokenizer = load_decoder(folder, trust_code=args.trust_code)
     if not decoder.config.causal:
         raise ConfigError(
             f"'{folder}' was trained with model.causal (false): it predicts masked tokens and cannot "

@@ -54,17 +54,17 @@ def main(argv: Sequence[str]) -> int:
     ]
     first = sources[0]
     for other in sources[1:]:
-        if other.tokenizer is not None:
+        if other.found_tokenizer is not None:
             first.require_same_tokens(other.tokenizer)
     ids_BS = config.ids(*config.prepared(first)) if method.needs_text else None
     with torch.no_grad():
         new_model = method.initialise(
             [source.decoder for source in sources], ids_BS, config.generator
         )
-    save_pretrained(new_model, flags.output, first.tokenizer)
+    save_pretrained(new_model, flags.output, first.found_tokenizer)
     for line in (
         *_compare(first.decoder, new_model, ids_BS, config.generator),
-        *export_report(flags.output, new_model, first.tokenizer, replaces=replaces),
+        *export_report(flags.output, new_model, first.found_tokenizer, replaces=replaces),
     ):
         print(line)
     return 0

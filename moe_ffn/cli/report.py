@@ -30,17 +30,20 @@ def main(argv: Sequence[str]) -> int:
     meaning = "rewrite the page every few seconds, until all runs have ended"
     parser.add("--watch", meaning)
     meaning = "seconds between two pages of --watch (default: 10)"
-    parser.add("--every SECONDS", meaning, type=float, default=10)
+    parser.add("--every SECONDS", meaning, type=float)
     args = parser.parse_args(argv)
-    if not 0.1 <= args.every <= 86_400:
-        raise ConfigError(f"--every: must be from 0.1 to 86400 seconds, got {args.every}")
+    if args.every is not None and not args.watch:
+        raise ConfigError("--every: needs --watch; add it, or leave --every out")
+    every = 10 if args.every is None else args.every
+    if not 0.1 <= every <= 86_400:
+        raise ConfigError(f"--every: must be from 0.1 to 86400 seconds, got {every}")
     from moe_ffn.report.studies.comparison_page import html_of_runs  # loads plotly
 
     first, is_one = args.runs[0], len({folder.resolve() for folder in args.runs}) == 1
     output = args.output or (first if is_one else first.resolve().parent) / REPORT_FILE
     if args.watch:
         say = partial(print, flush=True)
-        follow_runs(html_of_runs, args.runs, output, args.every, say)
+        follow_runs(html_of_runs, args.runs, output, every, say)
         return 0
     write_report(html_of_runs, args.runs, output)
     print(output)

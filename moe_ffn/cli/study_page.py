@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if not args.studies and args.leaderboard is None:
         raise ConfigError("give the file of a study, or --leaderboard FILE")
-    if args.runs is not None and len(args.studies) > 1:
-        raise ConfigError("--runs: needs exactly one study, got several; give one")
+    if args.runs is not None and len(args.studies) != 1:
+        raise ConfigError(f"--runs: needs exactly one study, got {len(args.studies)}; give one")
     for file in args.studies:
         study = StudyConfig.read(file)
         folder = args.output / study.name
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         if not folder.is_dir():
             raise ConfigError(
                 f"'{folder}' does not exist: there are no results of '{study.name}' yet; train its runs, "
-                f"{command('sweep')} --config {file}, and give --runs runs/{study.name}"
+                f"{command('sweep', '--config', file)}, and give --runs runs/{study.name}"
             )
         gathered = gather([folder])
         require_planned(study, file, gathered)

@@ -71,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
             use_threads_of_a_run(sweep.num_at_once)
             return time_study(study, runs)
         share_plotly(runs[0].folder.parent)
-        return train_sweep(sweep)
+        is_named = flags.config is not None or flags.name is not None
+        return train_sweep(sweep, "" if is_named else f" with --name {study.name}")
 
 
 def _parser() -> Parser:
@@ -83,7 +84,9 @@ def _parser() -> Parser:
         description=__doc__,
     )
     parser.add("--config STUDY", "YAML file of the study, as above", type=Path)
-    meaning = "folder of the runs in run.output_dir (default: name of the study's file)"
+    meaning = (
+        "folder of the runs in run.output_dir (default: name of the study's file, or the time)"
+    )
     parser.add("--name NAME", meaning)
     parser.add(
         "--seeds N",
@@ -240,8 +243,8 @@ def share_plotly(folder: Path) -> None:
         share_script(folder)
 
 
-def train_sweep(sweep: Sweep) -> int:
-    """Train the unfinished runs; return the exit code."""
+def train_sweep(sweep: Sweep, more_flags: str) -> int:
+    """Train the unfinished runs; return the exit code. `more_flags` are for the command that resumes."""
     folder = sweep.jobs[0].run.folder.parent
     num_done = len(sweep.jobs_in("finished"))
     print(f"{counted(len(sweep.jobs), 'run')} in {folder}/, {num_done} of them done", flush=True)
@@ -249,11 +252,13 @@ def train_sweep(sweep: Sweep) -> int:
         sweep.run(partial(print, flush=True))
     except BaseException:
         num_done = len([job for job in sweep.jobs if run_folder.is_finished(job.run.folder)])
-        print(f"{num_done} of {len(sweep.jobs)} runs are done; the same command resumes the rest")
+        print(
+            f"{num_done} of {len(sweep.jobs)} runs are done; the same command{more_flags} resumes the rest"
+        )
         raise
     failed = sweep.jobs_in("failed")
     for job in failed:
         log.warning("%s: %s", job.name, printable(job.problem))
     if len(failed) < len(sweep.jobs):
-        print(f"\ncompare them: {command('compare')} {folder}")
+        print(f"\ncompare them: {command('compare', folder)}")
     return 1 if failed else 0

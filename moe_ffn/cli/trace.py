@@ -25,9 +25,7 @@ from moe_ffn.report.trace import (
     visits_by_layer,
 )
 from moe_ffn.report.trace_view import page, table
-from moe_ffn.runs.folder import check_has_weights
-from moe_ffn.weights.init_from import load_decoder
-from moe_ffn.weights.pretrained import is_model_folder
+from moe_ffn.weights.init_from import open_model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,27 +35,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add("--layers LAYERS", "only these layers, such as 0,3", type=layer_numbers)
     parser.add("--html FILE", "also write a page", type=page_file)
     args = parser.parse_args(argv)
-    if not (is_model_folder(args.run) or is_transformers_folder(args.run)):
-        check_has_weights(args.run)
-    # After the check of the folder, since it may wait for standard input.
-    text = text_from_flag(args.text)
-    trace = trace_folder(args.run, text, args.layers, trust_code=args.trust_code)
+    if is_transformers_folder(args.run):
+        trace = _trace_transformers(args.run, text_from_flag(args.text), args.layers)
+    else:
+        model = open_model(args.run, trust_code=args.trust_code)
+        text = text_from_flag(args.text)  # last, since it may wait for standard input
+        trace = trace_text(args.run, model.decoder, model.tokenizer, text, args.layers)
     console = Console(highlight=False)
     console.print(table(trace, console.width))
     if args.html is not None:
         print()
         write_output("--html", args.html, page(trace))
     return 0
-
-
-def trace_folder(
-    folder: Path, text: bytes, layers: list[int] | None = None, *, trust_code: bool = False
-) -> TextTrace:
-    """Trace a text in a run, a model folder, or a model of transformers."""
-    if is_transformers_folder(folder):
-        return _trace_transformers(folder, text, layers)
-    decoder, tokenizer = load_decoder(folder, trust_code=trust_code)
-    return trace_text(folder, decoder, tokenizer, text, layers)
 
 
 def _trace_transformers(folder: Path, text: bytes, layers: list[int] | None) -> TextTrace:

@@ -4,9 +4,9 @@
     moe-ffn which --resume runs/which
 
 Two dense blocks and four mixtures of experts with equal FLOPs per token are trained on the text in three
-rounds. Each round keeps the better half; the last round compares the best dense block with the best mixture
-over five seeds. The answer names the block to use, its gain with an interval, its cost, and a config for
-moe-ffn train. It is printed and written to which.html in the folder of the runs.
+rounds. The first round keeps the best dense block and the two best mixtures, the second the best of each; the
+last one compares these over five seeds. The answer names the block to use, its gain with an interval, its
+cost, and a config for moe-ffn train. It is printed and written to which.html in the folder of the runs.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def main(argv: Sequence[str]) -> int:
     if question is None:
         for _ in read_text_documents(args.data, "--data"):
             pass  # its messages name the flag
-        use_threads_of_a_run(args.jobs)
+        jobs = args.jobs or (1 if torch.cuda.is_available() else num_cores())
+        use_threads_of_a_run(jobs)
         say("timing the candidates to choose their width")
-        question = Question.measured(args.data, args.minutes, args.jobs, say, args.seed or 0)
+        question = Question.measured(args.data, args.minutes, jobs, say, args.seed or 0)
         with explaining(f"'{folder}' cannot be written", "choose another --name"):
             make_folder(folder)
             write_atomically(folder / QUESTION_FILE, to_yaml(question))
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     duration = format_duration(60 * question.minutes)
     say(
         f"{num_runs} runs of width {question.width} in {folder}/, {question.jobs} at a time, about "
-        f"{duration}; Ctrl-C stops them; to resume: {command('which')} --resume {folder}"
+        f"{duration}; Ctrl-C stops them; to resume: {command('which', '--resume', folder)}"
     )
     share_plotly(folder)
     print_answer(Search(question, folder, say).run())
@@ -68,12 +69,11 @@ def _parser() -> Parser:
     parser.add("--data PATH", "text files, folders or globs", nargs="+")
     meaning = "time for all runs on this machine"
     parser.add("--minutes M", meaning, type=whole(1, 100_000))
-    parser.add("--name NAME", "folder of the runs in runs/ (default: which)", default="which")
+    parser.add("--name NAME", "folder of the runs in runs/ (default: which)")
     parser.add(
         "--jobs N",
         "number of runs to train at once (default: one per core, or one with a GPU)",
         type=whole(1, 1000),
-        default=1 if torch.cuda.is_available() else num_cores(),
     )
     meaning = "seed of the first run (default: 0); the others of a search are N+1 to N+6"
     parser.add("--seed N", meaning, type=whole(0, 1_000_000))
@@ -88,6 +88,9 @@ def _begin(args: Any) -> tuple[Path, Question | None]:
             raise ConfigError(
                 "--resume: the search has its text, time and seed; remove --data, --minutes and --seed"
             )
+        for flag in ("name", "jobs"):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"--{flag}: is that of the resumed search; remove it")
         file = args.resume / QUESTION_FILE
         if not file.is_file():
             raise ConfigError(
@@ -100,9 +103,10 @@ def _begin(args: Any) -> tuple[Path, Question | None]:
             raise ConfigError(
                 f"--{flag}: is required: {command('which')} --data my_texts/ --minutes 60"
             )
-    if problem := folder_name_problem(args.name):
+    name = "which" if args.name is None else args.name
+    if problem := folder_name_problem(name):
         raise ConfigError(f"--name: {problem}")
-    folder = Path("runs", args.name)
+    folder = Path("runs", name)
     if folder.exists():
         raise ConfigError(
             f"--name: '{folder}' exists; resume it with --resume {folder}, or choose another name"
@@ -120,4 +124,4 @@ def print_answer(answer: Answer) -> None:
     print_comparison(Console(), answer.comparison)
     html = comparison_html(answer.gathered, answer.comparison, page)
     write_output("--name", page, html, label="\npage")
-    print(f"train it: {command('train')} --config {answer.folder / CONFIG_FILE}")
+    print(f"train it: {command('train', '--config', answer.folder / CONFIG_FILE)}")

@@ -240,7 +240,10 @@ class TaggedConfig(Config, frozen=True):
             if own_tags and "type" in data and tag not in own_tags:
                 # Report only this mistake: the options belong to another class.
                 tags = " or ".join(map(repr, own_tags))
-                raise errors_at(cls, {"type": f"must be one of {tags}, got {show(tag)}"}, data)
+                message = f"must be one of {tags}, got {show(tag)}"
+                if isinstance(tag, str) and ":" in tag:
+                    message += f"; annotate `type: str` in {cls.__name__} to use its import path"
+                raise errors_at(cls, {"type": message}, data)
             return cls
         if isinstance(tag, str) and tag in cls.members:
             return cls.members[tag]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import shlex
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -163,6 +164,15 @@ def reading(path: Path) -> AbstractContextManager[None]:
     return explaining(f"'{path}' cannot be read")
 
 
+@contextmanager
+def prefix_errors(prefix: str = "method.") -> Iterator[None]:
+    """Prefix the option in a ConfigError, so that it reads as the user typed it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{prefix}{error}") from error
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, with the next one after a colon; its type without a text."""
     first, *others = filter(None, map(str.strip, str(error).splitlines() or [type(error).__name__]))
@@ -193,9 +203,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 """Root of the clone, or the folder of the installed packages."""
 
 
-def command(program: str) -> str:
-    """Return the command line of a program, `moe-ffn train`."""
-    return f"moe-ffn {program}"
+def command(program: str, *arguments: object) -> str:
+    """Return the command line of a program, `moe-ffn train --resume 'runs/my run'`, for a shell."""
+    return shlex.join(["moe-ffn", program, *map(str, arguments)])
 
 
 def is_clone() -> bool:

@@ -323,8 +323,16 @@ def lookup(options: Mapping[str, Any], path: str) -> Any:
 # -- merging
 
 
-def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `update` into `base`, mapping by mapping; a mapping of another `type` replaces the old one."""
+WHOLE = frozenset({"max_time"})
+"""Options whose mapping is a single value, such as the duration `{hours: 2}`."""
+
+
+def merge(
+    base: Mapping[str, Any], update: Mapping[str, Any], whole: frozenset[str] = WHOLE
+) -> dict[str, Any]:
+    """Merge `update` into `base`, mapping by mapping. A mapping of another `type` replaces the old one, and a
+    mapping of an option in `whole` does too.
+    """
     merged = dict(base)
     for key, new in update.items():
         old = _as_options(merged.get(key)) if isinstance(new, Mapping | str) else None
@@ -335,7 +343,8 @@ def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
             merged[key] = merged[key] if new == old.get("type") else new
         else:
             is_other_type = "type" in old and new.get("type", old["type"]) != old["type"]
-            merged[key] = new if is_other_type else merge(old, new)
+            is_replaced = is_other_type or key in whole
+            merged[key] = new if is_replaced else merge(old, new, whole)
     return merged
 
 
@@ -345,9 +354,10 @@ def nest_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """
     result: dict[str, Any] = {}
     for path, value in sorted(options, key=lambda option: option[0].count(".")):
-        for key in reversed(path.split(".")):
+        *sections, _ = keys = path.split(".")
+        for key in reversed(keys):
             value = {key: value}
-        result = merge(result, value)
+        result = merge(result, value, WHOLE.difference(sections))
     return result
 
 

@@ -88,15 +88,20 @@ def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
 def to_yaml(options: Config | Mapping[str, Any]) -> str:
     """Format options as YAML that `--config` can read."""
     plain = options.to_dict() if isinstance(options, Config) else dict(options)
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def flag_value(value: Any) -> str:
     """Format a value for the command line, quoted for the shell."""
     if not isinstance(value, Mapping | list | tuple):
         return shlex.quote(show_value(value))
-    text = yaml.safe_dump(
-        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    text = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        sort_keys=False,
+        allow_unicode=True,
+        width=math.inf,
     )
     return shlex.quote(text.strip())
 
@@ -151,6 +156,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` or YAML 1.1 would read as another value."""
+
+
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
 """YAML types of values in a config. Other tags, such as `!!python/object`, are rejected."""
 
@@ -170,8 +179,11 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789")
 )
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|\.inf)$|^\.nan$"),
-    list("-+0123456789."),
-)
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|\.inf)$|^\.nan$"
+        ),
+        list("-+0123456789."),
+    )

@@ -186,6 +186,11 @@ def _from_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
     for split, row in (("train", train), ("validation", validation)):
         require_window(config.seq_len, len(row), f"the {split} split")
     for file in digests:
+        if file.smallest < 0:
+            raise ConfigError(
+                f"data.corpus: '{file.path}' holds the token {file.smallest}; leave out padding, since ids "
+                "begin at 0"
+            )
         if file.largest >= tokenizer.vocab_size:
             raise ConfigError(
                 f"data.corpus: '{file.path}' holds the token {file.largest}, but data.tokenizer has a "

@@ -148,8 +148,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
     empty = [split for index, split in enumerate(_SPLITS) if not (assigned == index).any()]
     if empty and has_given_splits:
         raise ConfigError(
-            f"data.corpus: every text of the {empty[0]} split is in the other split too; name other text for "
-            "it"
+            f"data.corpus: the {empty[0]} split has no text that the other one lacks; name other text for it"
         )
     if empty:
         _, first_of_content = np.unique(fingerprints, return_index=True)

@@ -118,6 +118,8 @@ class FileDigest:
 
     path: Path
     sha256: str
+    smallest: int
+    """Smallest id in these blocks, at most 0."""
     largest: int
     """Largest id in these blocks; -1 for an empty file."""
 
@@ -147,7 +149,9 @@ def _open_array(path: Path) -> _File:
             f"data.corpus: '{path}' must be a one-dimensional array of integers, but is {array.dtype} of "
             f"shape {array.shape}; save the token ids in one row"
         )
-    return _File(path, array.dtype, array.offset, len(array))
+    # As int64, since NumPy joins uint64 and any signed type to float64.
+    dtype = np.dtype(array.dtype.str.replace("u8", "i8"))
+    return _File(path, dtype, array.offset, len(array))
 
 
 def _read_tokens(file: _File, first: int, count: int) -> np.ndarray:
@@ -169,11 +173,12 @@ _BLOCK, _NUM_BLOCKS = 4096, 16
 
 
 def _digest(file: _File) -> FileDigest:
-    digest, largest = hashlib.sha256(f"{file.dtype.str} {file.num_tokens} ".encode()), -1
+    digest = hashlib.sha256(f"{file.dtype.str} {file.num_tokens} ".encode())
+    smallest, largest = 0, -1
     last = max(file.num_tokens - _BLOCK, 0)
     for first in sorted({last * index // (_NUM_BLOCKS - 1) for index in range(_NUM_BLOCKS)}):
         block = _read_tokens(file, first, min(_BLOCK, file.num_tokens - first))
         digest.update(block.tobytes())
         if len(block):
-            largest = max(largest, int(block.max()))
-    return FileDigest(file.path, digest.hexdigest(), largest)
+            smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+    return FileDigest(file.path, digest.hexdigest(), smallest, largest)

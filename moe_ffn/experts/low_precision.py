@@ -264,9 +264,13 @@ class FakeQuantizedExperts(ExpertsWrapper):
             cast("MatrixExperts", self.innermost).before_products = RoundMatrices(config.format)
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        if self.inputs is not None:
-            x_TD = fake_quantize(x_TD.unsqueeze(-2), self.inputs).squeeze(-2)
-        return self.experts(x_TD, plan)
+        return self.experts(self.rounded_input(x_TD), plan)
+
+    def rounded_input(self, x_TD: Tensor) -> Tensor:
+        """Return the tokens as the experts read them."""
+        if self.inputs is None:
+            return x_TD
+        return fake_quantize(x_TD.unsqueeze(-2), self.inputs).squeeze(-2)
 
     def weights(self) -> ExpertWeights | None:
         return self.experts.weights()

@@ -153,7 +153,8 @@ class MoEConfig(FFNConfig, frozen=True):
         if router is None:
             return changed
         experts = self.experts.with_fixed_width(d_model, self.experts_per_token)
-        return changed.model_copy(update={"router": router, "experts": experts})
+        combine = self.combine.with_fixed_weights(self.experts_per_token)
+        return changed.model_copy(update={"router": router, "experts": experts, "combine": combine})
 
     def describe(self) -> str:
         return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import singledispatch
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ffn.experts.base import Experts
+from moe_ffn.experts.low_precision import FakeQuantizedExperts
+from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import flatten_tokens, without_padding
 from moe_ffn.ffn.chain_of_experts import ChainOfExpertsFFN
 from moe_ffn.ffn.dense import DenseFFN, GatedFFN, HiddenWidthFFN
@@ -166,6 +169,9 @@ def _expert_units(experts: Experts, x_TD: Tensor, plan: Plan) -> list[HiddenUnit
     weights, units, start = experts.weights(), list[HiddenUnits](), 0
     if weights is None:
         return units
+    if isinstance(experts, FakeQuantizedExperts):
+        x_TD = experts.rounded_input(x_TD)
+        weights = cast("MatrixExperts", experts.innermost).before_products(weights)
     for expert, end in enumerate(plan.offsets_E.tolist()):
         ids_N, start = plan.token_indices_N[start:end], end
         bias = None if weights.up_bias_EH is None else weights.up_bias_EH[expert]

@@ -30,6 +30,10 @@ class CombineConfig(TaggedConfig, frozen=True):
         """Return the forward FLOPs of the matrix products for one token."""
         return 0
 
+    def with_fixed_weights(self, experts_per_token: float) -> CombineConfig:
+        """Return a config that keeps the current weights if `experts_per_token` changes."""
+        return self
+
 
 class SumConfig(CombineConfig, frozen=True):
     """routed + shared (DeepSeekMoE, arXiv:2401.06066)."""
@@ -64,6 +68,9 @@ class AverageConfig(CombineConfig, frozen=True):
 
     def build(self, d_model: int, experts_per_token: float) -> Combine:
         return Average(experts_per_token if self.k is None else self.k)
+
+    def with_fixed_weights(self, experts_per_token: float) -> CombineConfig:
+        return self.model_copy(update={"k": self.k or experts_per_token})
 
 
 class ResidualConfig(CombineConfig, frozen=True):

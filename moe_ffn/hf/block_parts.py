@@ -7,31 +7,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from functools import partial
 from typing import Any
 
 import torch
 
-from moe_ffn.hf.families import FAMILIES
+from moe_ffn.hf.families import BY_TYPE
 from moe_ffn.hf.from_transformers import sparse_options
 from moe_ffn.hf.layouts import (
     TensorLayout,
     WeightSlice,
     gate_up_down,
-    interleaved,
     linear,
     named,
     rows_of,
     stacked,
-    transposed,
 )
-from moe_ffn.hf.options import ACTIVATIONS, HFConfig
+from moe_ffn.hf.options import ACTIVATIONS, HFConfig, jittered
 
 # -- an entry
 
-Template = Mapping[str, Any] | Callable[[Any], Any]
+Template = Mapping[str, Any] | Callable[[HFConfig], Any]
 """Our options as in YAML. A value `=NAME` is an option of the config of transformers, and a function computes
-a value from this config."""
+a value from this config. A block may have the option `jitter`, as in `jittered`."""
+
+
+class LiveOptions(Mapping[str, Any]):
+    """Options of a live config of transformers, by name, alias or dotted path."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __getitem__(self, path: str) -> Any:
+        value = self.config
+        for part in path.split("."):
+            if isinstance(value, Mapping):
+                value = value[part]
+            elif hasattr(value, part):
+                value = getattr(value, part)
+            else:
+                raise KeyError(path)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self.config))
+
+    def __len__(self) -> int:
+        return len(vars(self.config))
 
 
 @dataclass(frozen=True)
@@ -62,54 +84,29 @@ class BlockEntry:
     def with_changes(self, options: Template | None = None, **changes: Any) -> BlockEntry:
         """Return the entry of a similar model, with some of our options and other fields changed."""
         if options is not None:
-            changes["ffn"] = lambda config: merged(
-                resolve(self.ffn, config), resolve(options, config)
-            )
+            changes["ffn"] = lambda hf: merged(resolve(self.ffn, hf), resolve(options, hf))
         return replace(self, **changes)
 
+    def hf(self, config: Any) -> HFConfig:
+        """Return the options of a live config of transformers."""
+        return HFConfig(self.class_name, LiveOptions(config))
 
-class LiveOptions(Mapping[str, Any]):
-    """Options of a live config of transformers, by name or alias, with defaults for missing options."""
-
-    def __init__(self, config: Any, defaults: Mapping[str, Any]) -> None:
-        self.config, self.defaults = config, defaults
-
-    def __getitem__(self, key: str) -> Any:
-        if hasattr(self.config, key):
-            return getattr(self.config, key)
-        return self.defaults[key]
-
-    def __contains__(self, key: object) -> bool:
-        return hasattr(self.config, str(key)) or key in self.defaults
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({*vars(self.config), *self.defaults})
-
-    def __len__(self) -> int:
-        return len({*vars(self.config), *self.defaults})
+    def options(self, config: Any, *, training: bool = False) -> dict[str, Any]:
+        """Return the config of our block; ConfigError if none of our blocks computes the same."""
+        hf = self.hf(config)
+        for option, values in self.supported.items():
+            hf.require(option, *values)
+        return jittered(resolve((training and self.in_training) or self.ffn, hf))
 
 
-def translated(values: Mapping[str, str], name: str) -> Callable[[Any], str]:
-    """Return a function that maps the value of their option to ours; it rejects a value not in `values`."""
-
-    def translate(config: Any) -> str:
-        theirs = config
-        for part in name.split("."):
-            theirs = theirs[part] if isinstance(theirs, Mapping) else getattr(theirs, part)
-        HFConfig(type(config).__name__, {name: theirs}).require(name, *values)
-        return values[theirs]
-
-    return translate
-
-
-def resolve(template: Any, config: Any) -> Any:
+def resolve(template: Any, hf: HFConfig) -> Any:
     """Return the options of a template as plain values, for a config of transformers."""
     if callable(template):
-        return resolve(template(config), config)
+        return resolve(template(hf), hf)
     if isinstance(template, str) and template.startswith("="):
-        return attrgetter(template[1:])(config)
+        return hf[template[1:]]
     if isinstance(template, Mapping):
-        return {key: resolve(value, config) for key, value in template.items()}
+        return {key: resolve(value, hf) for key, value in template.items()}
     return template
 
 
@@ -127,40 +124,23 @@ def merged(template: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 # -- parts of templates
 
 
+def translated(option: str, values: Mapping[str, str]) -> Any:
+    """Return a function that maps the value of their option to ours; it rejects a value not in `values`."""
+    return lambda hf: hf.translate(option, values)
+
+
 def gate(option: str = "hidden_act") -> Any:
     """Return a function that maps their activation to the type of our gated block."""
-    return translated(ACTIVATIONS, option)
-
-
-def product_of(first: str, second: str) -> Any:
-    return lambda config: getattr(config, first) * getattr(config, second)
-
-
-def groups(config: Any) -> dict[str, int] | None:
-    if config.n_group in (None, config.topk_group):
-        return None
-    return {"num_groups": config.n_group, "keep": config.topk_group}
+    return translated(option, ACTIVATIONS)
 
 
 def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
     """Return a template that applies only if their option is neither 0 nor null."""
-    return lambda config: template if getattr(config, option) else otherwise
-
-
-K = "=num_experts_per_tok"
-INTERMEDIATE, MOE_INTERMEDIATE = ("=intermediate_size", "=moe_intermediate_size")
-SOFTMAX = {"type": "top_k", "k": K}
-RENORMALIZED = {**SOFTMAX, "renormalize": True}
-SOFTMAX_OF_CHOSEN = {**SOFTMAX, "softmax": "after"}
-QWEN = {**SOFTMAX, "renormalize": "=norm_topk_prob"}
-GROUPED = {**QWEN, "scale": "=routed_scaling_factor", "groups": groups}
-SIGMOID = {"type": "sigmoid_top_k", "k": K}
-BIASED = {**SIGMOID, "scale": "=routed_scaling_factor"}
-BIASED_GROUPS = {**BIASED, "renormalize": "=norm_topk_prob", "groups": groups}
+    return lambda hf: template if hf[option] else otherwise
 
 
 def moe(
-    router: Any, width: Any = MOE_INTERMEDIATE, count: str = "num_experts", **options: Any
+    router: Any, width: Any = "=moe_intermediate_size", count: str = "num_experts", **options: Any
 ) -> dict[str, Any]:
     """Return the template of a Mixture of Experts; their option `count` has the number of experts."""
     experts = {"type": gate(), "d_ff": width}
@@ -168,18 +148,9 @@ def moe(
     return merged(base, options)
 
 
-def jittered_template(ffn: Template, option: str) -> Template:
-    """Return a template with noise on the block's input, if their option is not 0."""
-    return lambda config: (
-        {"type": "jittered", "jitter": noise, "ffn": ffn}
-        if (noise := attrgetter(option)(config))
-        else ffn
-    )
-
-
 def shared(width: str, count: str | None = None, **options: Any) -> Template:
     """Return the template of a gated shared expert, whose width is the product of their options."""
-    d_ff = product_of(width, count) if count else f"={width}"
+    d_ff = (lambda hf: hf[width] * hf[count]) if count else f"={width}"
     return {"type": gate(), "d_ff": d_ff, **options}
 
 
@@ -188,9 +159,6 @@ def shared(width: str, count: str | None = None, **options: Any) -> Template:
 Names = Mapping[str, TensorLayout]
 
 
-TRANSPOSED: Names = {
-    f"experts.{name}": transposed(f"experts.{name}_proj") for name in ("gate_up", "down")
-}
 NAMES: Names = {
     **linear(
         router__projection=(
@@ -252,169 +220,19 @@ def with_shared(routed: str, *shared: str) -> TensorLayout:
 
 
 def of_family(model_type: str, class_name: str) -> BlockEntry:
-    """Return the entry of an architecture that `weights.families` describes."""
-    family = next(family for family in FAMILIES if family.model_type == model_type)
-
-    def template(config: Any) -> dict[str, Any]:
-        return sparse_options(family, HFConfig(class_name, LiveOptions(config, family.defaults)))
-
-    return BlockEntry(class_name, template)
-
-
-SCORE = translated({"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}, "scoring_func")
-
-
-def step_experts(config: Any, option: str) -> dict[str, Any]:
-    """Return the experts of Step-3.7's first layer; their `option` has each layer's limit, 0 for none."""
-    limit = (getattr(config, option) or [0])[0]
-    clamp = {"alpha": 1.0, "limit": limit, "added": 0.0, "clamp": "after"} if limit else {}
-    return {
-        "type": "clamped_swiglu" if limit else "swiglu",
-        "d_ff": config.moe_intermediate_size,
-        **clamp,
+    """Return the entry of an architecture that `families.py` describes."""
+    family = BY_TYPE[model_type]
+    names = {
+        name.removeprefix("ffn."): partial(_without_module, layout)
+        for name, layout in family.names.items()
+        if name.startswith("ffn.")
     }
+    return BlockEntry(class_name, partial(sparse_options, family), names)
 
 
-# -- blocks that several models share
-
-MIXTRAL = of_family("mixtral", "MixtralSparseMoeBlock").with_changes(in_training={})
-DEEPSEEK = of_family("deepseek_v3", "DeepseekV3MoE")
-QWEN2 = of_family("qwen2_moe", "Qwen2MoeSparseMoeBlock")
-QWEN3 = of_family("qwen3_moe", "Qwen3MoeSparseMoeBlock")
-OLMOE = of_family("olmoe", "OlmoeSparseMoeBlock")
-GPT_OSS = of_family("gpt_oss", "GptOssMLP").with_changes(
-    names={
-        "experts.gate_up": interleaved("experts.gate_up_proj"),
-        "experts.gate_up_bias": interleaved("experts.gate_up_proj_bias"),
-        "experts.down": transposed("experts.down_proj"),
-    }
-)
-GATED_SHARED = {
-    "shared_expert": shared("shared_expert_intermediate_size"),
-    "combine": {"type": "sigmoid_gate"},
-}
-DEEPSEEK_V2 = BlockEntry(
-    "DeepseekV2Moe",
-    moe(
-        {
-            **SOFTMAX,
-            "scale": "=routed_scaling_factor",
-            "groups": lambda c: (
-                None
-                if c.topk_method == "greedy"
-                else {"num_groups": c.n_group, "keep": c.topk_group, "score_top": 1}
-            ),
-        },
-        count="n_routed_experts",
-        shared_expert=shared("moe_intermediate_size", "n_shared_experts", bias="=mlp_bias"),
-    ),
-    supported={"topk_method": ("greedy", "group_limited_greedy")},
-    # A group scores as its best expert, so two chosen groups always contain the best two experts.
-    small={"topk_method": "group_limited_greedy", "topk_group": 1},
-)
-CLAMPED = {
-    "type": translated(dict.fromkeys(("silu", "swish"), "clamped_swiglu"), "hidden_act"),
-    "alpha": 1.0,
-    "limit": "=swiglu_limit",
-    "added": 0.0,
-}
-DEEPSEEK_V4 = BlockEntry(
-    "DeepseekV4SparseMoeBlock",
-    moe(
-        {**BIASED, "score": SCORE},
-        INTERMEDIATE,
-        "num_local_experts",
-        experts=CLAMPED,
-        shared_expert={**CLAMPED, "d_ff": INTERMEDIATE, "bias": "=mlp_bias"},
-    ),
-    small={"mlp_layer_types": ["moe", "moe"]},
-)
-MISTRAL = BlockEntry(
-    "MistralLarge4TextMoE",
-    moe(
-        {**GROUPED, "renormalize": True},
-        count="n_routed_experts",
-        shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
-    ),
-)
-GRANITE = BlockEntry(
-    "GraniteMoeMoE",
-    moe(SOFTMAX_OF_CHOSEN, INTERMEDIATE, "num_local_experts"),
-    note="the decoder applies its residual multiplier",
-)
-GRANITE_LAYER = GRANITE.with_changes(
-    options={"shared_expert": shared("shared_intermediate_size")},
-    names={
-        "experts.gate_up": named("block_sparse_moe.experts.gate_up_proj"),
-        "experts.down": named("block_sparse_moe.experts.down_proj"),
-        "router.projection.weight": named("block_sparse_moe.router.weight"),
-        **fused_shared_expert("shared_mlp.input_linear", "shared_mlp.output_linear"),
-    },
-    unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
-)
-EPS = {"eps": "=rms_norm_eps"}
-GEMMA = BlockEntry(
-    "Gemma4TextDecoderLayer",
-    {
-        "type": "normed",
-        "output": EPS,
-        "ffn": {
-            "type": "moe",
-            "num_experts": "=num_experts",
-            "router": {
-                "type": "top_k",
-                "k": "=top_k_experts",
-                "renormalize": True,
-                "learned_scale": "expert",
-                "input_norm": EPS,
-                "logit_scale": lambda c: c.hidden_size**-0.5,
-            },
-            "experts": {
-                "type": "normed",
-                "input": EPS,
-                "output": EPS,
-                "experts": {"type": gate("hidden_activation"), "d_ff": MOE_INTERMEDIATE},
-            },
-            "shared_expert": {
-                "type": "normed",
-                "input": EPS,
-                "output": EPS,
-                "ffn": {"type": gate("hidden_activation"), "d_ff": INTERMEDIATE},
-            },
-        },
-    },
-    {
-        **gate_up_down("shared_expert.ffn", "mlp"),
-        "router.input_norm.weight": named("router.scale"),
-        "router.weight_scale": named("router.per_expert_scale"),
-        **linear(
-            router__projection="router.proj",
-            experts__input="pre_feedforward_layernorm_2",
-            experts__output="post_feedforward_layernorm_2",
-            shared_expert__input="pre_feedforward_layernorm",
-            shared_expert__output="post_feedforward_layernorm_1",
-            output="post_feedforward_layernorm",
-        ),
-    },
-    supported={"enable_moe_block": (True,)},
-    small={"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
-    unused=("self_attn.*", "input_layernorm.*", "post_attention_layernorm.*", "layer_scalar"),
-    note="the block reads the residual stream; the norm before the layer's FFN is the shared expert's",
-)
-SWITCH_FFN = moe(
-    {"type": "top_k", "k": 1, "bias": "=router_bias", "jitter": "=router_jitter_noise"},
-    "=d_ff",
-    experts={"type": "mlp", "activation": "=dense_act_fn", "dropout": "=dropout_rate"},
-    capacity={"per_sequence": "=expert_capacity"},
-)
-SWITCH = BlockEntry(
-    "SwitchTransformersSparseMLP",
-    SWITCH_FFN,
-    experts_by_number("wi", "wo"),
-    small={"expert_capacity": 2, "dropout_rate": 0.0},
-    in_training=jittered_template(
-        merged(SWITCH_FFN, {"router": {"jitter": 0.0}}), "router_jitter_noise"
-    ),
-    bug="in float32 its jitter multiplies the block's input in place and reaches the experts, but in "
-    "the paper only the router's input has jitter (arXiv:2101.03961, appendix F)",
-)
+def _without_module(layout: TensorLayout, *arguments: Any) -> list[list[WeightSlice]]:
+    """Return the forms of a layout without the name of their block, such as `mlp.`."""
+    return [
+        [replace(piece, name=piece.name.partition(".")[2]) for piece in form]
+        for form in layout(*arguments)
+    ]

@@ -2,49 +2,189 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moe_ffn.hf.block_parts import (
-    BIASED,
-    BIASED_GROUPS,
-    CLAMPED,
-    DEEPSEEK,
-    DEEPSEEK_V2,
-    DEEPSEEK_V4,
-    EPS,
-    GATED_SHARED,
-    GEMMA,
-    GPT_OSS,
-    GRANITE,
-    GRANITE_LAYER,
-    INTERMEDIATE,
-    MISTRAL,
-    MIXTRAL,
-    MOE_INTERMEDIATE,
-    OLMOE,
-    QWEN,
-    QWEN2,
-    QWEN3,
-    RENORMALIZED,
-    SCORE,
-    SIGMOID,
-    SOFTMAX,
-    SOFTMAX_OF_CHOSEN,
-    SWITCH,
-    TRANSPOSED,
     BlockEntry,
-    K,
     experts_by_number,
     fused_shared_expert,
     gate,
     if_set,
-    jittered_template,
+    merged,
     moe,
-    product_of,
+    of_family,
     shared,
-    step_experts,
+    translated,
     with_shared,
 )
-from moe_ffn.hf.layouts import halves, linear, named, rows_of, transposed, zero_centered
+from moe_ffn.hf.layouts import (
+    gate_up_down,
+    halves,
+    linear,
+    named,
+    rows_of,
+    transposed,
+    zero_centered,
+)
+from moe_ffn.hf.options import HFConfig
 
+# -- parts of entries
+
+K = "=num_experts_per_tok"
+INTERMEDIATE, MOE_INTERMEDIATE = ("=intermediate_size", "=moe_intermediate_size")
+SOFTMAX = {"type": "top_k", "k": K}
+RENORMALIZED = {**SOFTMAX, "renormalize": True}
+SOFTMAX_OF_CHOSEN = {**SOFTMAX, "softmax": "after"}
+SIGMOID = {"type": "sigmoid_top_k", "k": K}
+BIASED = {**SIGMOID, "scale": "=routed_scaling_factor"}
+BIASED_GROUPS = {**BIASED, "renormalize": "=norm_topk_prob", "groups": HFConfig.groups}
+TRANSPOSED = {f"experts.{name}": transposed(f"experts.{name}_proj") for name in ("gate_up", "down")}
+EPS = {"eps": "=rms_norm_eps"}
+SCORE = translated("scoring_func", {"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"})
+CLAMPED = {
+    "type": translated("hidden_act", dict.fromkeys(("silu", "swish"), "clamped_swiglu")),
+    "alpha": 1.0,
+    "limit": "=swiglu_limit",
+    "added": 0.0,
+}
+
+
+def step_experts(hf: HFConfig, option: str) -> dict[str, Any]:
+    """Return the experts of Step-3.7's first layer; their `option` has each layer's limit, 0 for none."""
+    limit = (hf[option] or [0])[0]
+    gated = {**CLAMPED, "limit": limit, "clamp": "after"} if limit else {"type": "swiglu"}
+    return {"d_ff": MOE_INTERMEDIATE, **gated}
+
+
+# -- blocks that several models share
+
+MIXTRAL = of_family("mixtral", "MixtralSparseMoeBlock").with_changes(in_training={})
+DEEPSEEK = of_family("deepseek_v3", "DeepseekV3MoE")
+QWEN2 = of_family("qwen2_moe", "Qwen2MoeSparseMoeBlock")
+QWEN3 = of_family("qwen3_moe", "Qwen3MoeSparseMoeBlock")
+OLMOE = of_family("olmoe", "OlmoeSparseMoeBlock")
+GPT_OSS = of_family("gpt_oss", "GptOssMLP")
+DEEPSEEK_V2 = BlockEntry(
+    "DeepseekV2Moe",
+    moe(
+        {
+            **SOFTMAX,
+            "scale": "=routed_scaling_factor",
+            "groups": lambda hf: (
+                None
+                if hf["topk_method"] == "greedy"
+                else {"num_groups": hf["n_group"], "keep": hf["topk_group"], "score_top": 1}
+            ),
+        },
+        count="n_routed_experts",
+        shared_expert=shared("moe_intermediate_size", "n_shared_experts", bias="=mlp_bias"),
+    ),
+    supported={"topk_method": ("greedy", "group_limited_greedy")},
+    # A group scores as its best expert, so two chosen groups always contain the best two experts.
+    small={"topk_method": "group_limited_greedy", "topk_group": 1},
+)
+DEEPSEEK_V4 = BlockEntry(
+    "DeepseekV4SparseMoeBlock",
+    moe(
+        {**BIASED, "score": SCORE},
+        INTERMEDIATE,
+        "num_local_experts",
+        experts=CLAMPED,
+        shared_expert={**CLAMPED, "d_ff": INTERMEDIATE, "bias": "=mlp_bias"},
+    ),
+    small={"mlp_layer_types": ["moe", "moe"]},
+)
+MISTRAL = BlockEntry(
+    "MistralLarge4TextMoE",
+    moe(
+        {
+            **SOFTMAX,
+            "renormalize": True,
+            "scale": "=routed_scaling_factor",
+            "groups": HFConfig.groups,
+        },
+        count="n_routed_experts",
+        shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
+    ),
+)
+GRANITE = BlockEntry(
+    "GraniteMoeMoE",
+    moe(SOFTMAX_OF_CHOSEN, INTERMEDIATE, "num_local_experts"),
+    note="the decoder applies its residual multiplier",
+)
+GRANITE_LAYER = GRANITE.with_changes(
+    options={"shared_expert": shared("shared_intermediate_size")},
+    names={
+        "experts.gate_up": named("block_sparse_moe.experts.gate_up_proj"),
+        "experts.down": named("block_sparse_moe.experts.down_proj"),
+        "router.projection.weight": named("block_sparse_moe.router.weight"),
+        **fused_shared_expert("shared_mlp.input_linear", "shared_mlp.output_linear"),
+    },
+    unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
+)
+GEMMA = BlockEntry(
+    "Gemma4TextDecoderLayer",
+    {
+        "type": "normed",
+        "output": EPS,
+        "ffn": {
+            "type": "moe",
+            "num_experts": "=num_experts",
+            "router": {
+                "type": "top_k",
+                "k": "=top_k_experts",
+                "renormalize": True,
+                "learned_scale": "expert",
+                "input_norm": EPS,
+                "logit_scale": lambda hf: hf["hidden_size"] ** -0.5,
+            },
+            "experts": {
+                "type": "normed",
+                "input": EPS,
+                "output": EPS,
+                "experts": {"type": gate("hidden_activation"), "d_ff": MOE_INTERMEDIATE},
+            },
+            "shared_expert": {
+                "type": "normed",
+                "input": EPS,
+                "output": EPS,
+                "ffn": {"type": gate("hidden_activation"), "d_ff": INTERMEDIATE},
+            },
+        },
+    },
+    {
+        **gate_up_down("shared_expert.ffn", "mlp"),
+        "router.input_norm.weight": named("router.scale"),
+        "router.weight_scale": named("router.per_expert_scale"),
+        **linear(
+            router__projection="router.proj",
+            experts__input="pre_feedforward_layernorm_2",
+            experts__output="post_feedforward_layernorm_2",
+            shared_expert__input="pre_feedforward_layernorm",
+            shared_expert__output="post_feedforward_layernorm_1",
+            output="post_feedforward_layernorm",
+        ),
+    },
+    supported={"enable_moe_block": (True,)},
+    small={"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
+    unused=("self_attn.*", "input_layernorm.*", "post_attention_layernorm.*", "layer_scalar"),
+    note="the block reads the residual stream; the norm before the layer's FFN is the shared expert's",
+)
+SWITCH_FFN = moe(
+    {"type": "top_k", "k": 1, "bias": "=router_bias", "jitter": "=router_jitter_noise"},
+    "=d_ff",
+    experts={"type": "mlp", "activation": "=dense_act_fn", "dropout": "=dropout_rate"},
+    capacity={"per_sequence": "=expert_capacity"},
+)
+SWITCH = BlockEntry(
+    "SwitchTransformersSparseMLP",
+    SWITCH_FFN,
+    experts_by_number("wi", "wo"),
+    small={"expert_capacity": 2, "dropout_rate": 0.0},
+    in_training=merged(SWITCH_FFN, {"jitter": "=router_jitter_noise", "router": {"jitter": 0.0}}),
+    bug="in float32 its jitter multiplies the block's input in place and reaches the experts, but in "
+    "the paper only the router's input has jitter (arXiv:2101.03961, appendix F)",
+)
 MINIMAX_GATE = {
     "type": "clamped_swiglu",
     "alpha": "=swiglu_alpha",
@@ -87,18 +227,19 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "cohere2_moe": BlockEntry(
         "Cohere2MoeSparseMoeBlock",
         moe(
-            lambda c: (
+            lambda hf: (
                 SOFTMAX_OF_CHOSEN
-                if c.expert_selection_fn == "softmax"
-                else {**SIGMOID, "renormalize": c.norm_topk_prob, "correction_bias": False}
+                if hf["expert_selection_fn"] == "softmax"
+                else {**SIGMOID, "renormalize": hf["norm_topk_prob"], "correction_bias": False}
             ),
             INTERMEDIATE,
             shared_expert=if_set(
                 "num_shared_experts", shared("intermediate_size", "num_shared_experts")
             ),
-            combine=lambda c: (
+            combine=lambda hf: (
                 {"type": "average", "k": 1.0}
-                if c.num_shared_experts and c.shared_expert_combination_strategy == "average"
+                if hf["num_shared_experts"]
+                and hf["shared_expert_combination_strategy"] == "average"
                 else {"type": "sum"}
             ),
         ),
@@ -110,21 +251,19 @@ BLOCKS: dict[str, BlockEntry | str] = {
     ),
     "dbrx": BlockEntry(
         "DbrxFFN",
-        jittered_template(
-            moe(
-                {
-                    "type": "top_k",
-                    "k": "=ffn_config.moe_top_k",
-                    "renormalize": lambda c: c.ffn_config.moe_normalize_expert_weights is not None,
-                    "renormalize_p": lambda c: float(
-                        c.ffn_config.moe_normalize_expert_weights or 1
-                    ),
-                },
-                "=ffn_config.ffn_hidden_size",
-                "ffn_config.moe_num_experts",
-                experts={"type": gate("ffn_config.ffn_act_fn.name")},
-            ),
-            "ffn_config.moe_jitter_eps",
+        moe(
+            {
+                "type": "top_k",
+                "k": "=ffn_config.moe_top_k",
+                "renormalize": lambda hf: hf["ffn_config.moe_normalize_expert_weights"] is not None,
+                "renormalize_p": lambda hf: float(
+                    hf["ffn_config.moe_normalize_expert_weights"] or 1
+                ),
+            },
+            "=ffn_config.ffn_hidden_size",
+            "ffn_config.moe_num_experts",
+            experts={"type": gate("ffn_config.ffn_act_fn.name")},
+            jitter="=ffn_config.moe_jitter_eps",
         ),
         {
             "experts.gate_up": halves("experts.mlp.w1", "experts.mlp.v1"),
@@ -182,13 +321,9 @@ BLOCKS: dict[str, BlockEntry | str] = {
         "get each other's experts. Ours treats every token as theirs treats a single token (CDMoE, "
         "arXiv:2412.11834)",
     ),
-    "dots1": DEEPSEEK.with_changes(class_name="Dots1MoE"),
+    "dots1": of_family("dots1", "Dots1MoE"),
     "dots3_note": DEEPSEEK.with_changes(
-        {
-            "shared_expert": {
-                "d_ff": product_of("shared_experts_intermediate_size", "n_shared_experts")
-            }
-        },
+        {"shared_expert": shared("shared_experts_intermediate_size", "n_shared_experts")},
         class_name="Dots3NoteTextMoE",
     ),
     "dots3_note vision": BlockEntry(
@@ -211,10 +346,10 @@ BLOCKS: dict[str, BlockEntry | str] = {
         "Ernie4_5_VLMoeMoeBlock",
         moe(
             {**RENORMALIZED, "correction_bias": True},
-            lambda c: c.moe_intermediate_size[0],
+            lambda hf: hf["moe_intermediate_size"][0],
             shared_expert={
                 "type": gate(),
-                "d_ff": lambda c: c.moe_intermediate_size[0] * c.moe_num_shared_experts,
+                "d_ff": lambda hf: hf["moe_intermediate_size"][0] * hf["moe_num_shared_experts"],
                 "bias": "=use_bias",
             },
         ),
@@ -241,7 +376,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
         ),
     ),
     "gemma4": GEMMA,
-    "glm4_moe": DEEPSEEK.with_changes(class_name="Glm4MoeMoE"),
+    "glm4_moe": of_family("glm4_moe", "Glm4MoeMoE"),
     "glm4_moe_lite": DEEPSEEK.with_changes(class_name="Glm4MoeLiteMoE"),
     "glm4v_moe": DEEPSEEK.with_changes(class_name="Glm4vMoeTextMoE"),
     "glm5_next": DEEPSEEK.with_changes(
@@ -280,7 +415,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
                 "learned_scale": "global",
                 "num_always": "=n_shared_experts",
             },
-            num_experts=lambda c: c.n_routed_experts + c.n_shared_experts,
+            num_experts=lambda hf: hf["n_routed_experts"] + hf["n_shared_experts"],
         ),
         {
             "router.weight_scale": named("gate.global_scale"),
@@ -337,7 +472,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             {
                 **SIGMOID,
                 "scale": "=moe_routed_scaling_factor",
-                "logit_cap": lambda c: c.moe_router_logit_softcapping or None,
+                "logit_cap": lambda hf: hf["moe_router_logit_softcapping"] or None,
             },
             shared_expert=shared("shared_expert_intermediate_size"),
         ),
@@ -348,7 +483,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             {
                 **BIASED,
                 "renormalize": "=norm_topk_prob",
-                "renormalize_eps": lambda c: 1e-6 if c.norm_topk_prob else 0.0,
+                "renormalize_eps": lambda hf: 1e-6 if hf["norm_topk_prob"] else 0.0,
                 "correction_bias": "=use_expert_bias",
             },
             experts={"type": "swiglu"},
@@ -375,7 +510,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
                 **SOFTMAX,
                 "k": "=moe_topk",
                 "scale": "=routed_scaling_factor",
-                "bias": lambda c: getattr(c, "router_bias", False),
+                "bias": lambda hf: hf.get("router_bias", False),
                 "correction_bias": True,
             },
             "=expert_ffn_hidden_size",
@@ -390,7 +525,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
     "minimax": MIXTRAL.with_changes(class_name="MiniMaxSparseMoeBlock"),
     "minimax_m2": BlockEntry(
         "MiniMaxM2SparseMoeBlock",
-        jittered_template(moe(SIGMOID, INTERMEDIATE, "num_local_experts"), "router_jitter_noise"),
+        moe(SIGMOID, INTERMEDIATE, "num_local_experts", jitter="=router_jitter_noise"),
         in_training={},
     ),
     "minimax_m3_vl": BlockEntry(
@@ -471,7 +606,7 @@ BLOCKS: dict[str, BlockEntry | str] = {
             capacity={
                 "factor": 1.0,
                 "drop": "choice",
-                "renormalize": lambda c: not c.normalize_router_prob_before_dropping,
+                "renormalize": lambda hf: not hf["normalize_router_prob_before_dropping"],
             },
         ),
         experts_by_number("fc1", "fc2"),
@@ -495,13 +630,11 @@ BLOCKS: dict[str, BlockEntry | str] = {
     ),
     "phimoe": BlockEntry(
         "PhimoeSparseMoeBlock",
-        jittered_template(
-            moe(
-                {"type": "sparse_mixer", "k": 2, "threshold": lambda c: 2 * c.router_jitter_noise},
-                INTERMEDIATE,
-                "num_local_experts",
-            ),
-            "input_jitter_noise",
+        moe(
+            {"type": "sparse_mixer", "k": 2, "threshold": lambda hf: 2 * hf["router_jitter_noise"]},
+            INTERMEDIATE,
+            "num_local_experts",
+            jitter="=input_jitter_noise",
         ),
         supported={"num_experts_per_tok": (2,)},  # `sparsemixer` always chooses two
         small={"router_jitter_noise": 0.3, "input_jitter_noise": 0.0},
@@ -511,28 +644,30 @@ BLOCKS: dict[str, BlockEntry | str] = {
         "experts see it too; the published model applies noise once",
     ),
     "qwen2_moe": QWEN2,
-    "qwen3_5_moe": BlockEntry("Qwen3_5MoeSparseMoeBlock", moe(RENORMALIZED, **GATED_SHARED)),
+    "qwen3_5_moe": QWEN2.with_changes(
+        {"router": {"renormalize": True}}, class_name="Qwen3_5MoeSparseMoeBlock"
+    ),
     "qwen3_moe": QWEN3,
     "qwen3_next": QWEN2.with_changes(class_name="Qwen3NextSparseMoeBlock"),
     "qwen3_omni_moe": QWEN3.with_changes(
         class_name="Qwen3OmniMoeThinkerTextSparseMoeBlock", config_name="Qwen3OmniMoeTextConfig"
     ),
-    "qwen3_omni_moe talker": BlockEntry(
-        "Qwen3OmniMoeTalkerTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)
+    "qwen3_omni_moe talker": QWEN2.with_changes(class_name="Qwen3OmniMoeTalkerTextSparseMoeBlock"),
+    "qwen3_vl_moe": QWEN3.with_changes(
+        {"router": {"renormalize": True}}, class_name="Qwen3VLMoeTextSparseMoeBlock"
     ),
-    "qwen3_vl_moe": BlockEntry("Qwen3VLMoeTextSparseMoeBlock", moe(RENORMALIZED)),
-    "qwen4_exp": BlockEntry("Qwen4ExpTextSparseMoeBlock", moe(QWEN, **GATED_SHARED)),
+    "qwen4_exp": QWEN2.with_changes(class_name="Qwen4ExpTextSparseMoeBlock"),
     "solar_open": DEEPSEEK.with_changes(class_name="SolarOpenMoE"),
     "step3p7": BlockEntry(
         "Step3p7SparseMoeBlock",
         moe(
             {**SIGMOID, "scale": "=moe_router_scaling_factor"},
             count="num_local_experts",
-            experts=lambda c: step_experts(c, "swiglu_limits"),
-            shared_expert=lambda c: {
-                **step_experts(c, "swiglu_limits_shared"),
-                "d_ff": c.share_expert_dim,
-                "bias": c.mlp_bias,
+            experts=lambda hf: step_experts(hf, "swiglu_limits"),
+            shared_expert=lambda hf: {
+                **step_experts(hf, "swiglu_limits_shared"),
+                "d_ff": "=share_expert_dim",
+                "bias": "=mlp_bias",
             },
         ),
         supported={"hidden_act": ("silu", "swish")},

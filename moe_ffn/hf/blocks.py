@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn import build_ffn
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.hf.block_parts import NAMES, BlockEntry, LiveOptions, resolve
+from moe_ffn.hf.block_parts import NAMES, BlockEntry
 from moe_ffn.hf.block_table import BLOCKS
 from moe_ffn.hf.layouts import TensorLayout
-from moe_ffn.hf.options import HFConfig
 
 
 def block_config(model: str, config: Any) -> dict[str, Any]:
@@ -33,11 +32,7 @@ def block_config(model: str, config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: the name is unknown, or none of our blocks computes the same.
     """
-    entry = _entry(model)
-    hf = _hf_config(entry, config)
-    for option, values in entry.supported.items():
-        hf.require(option, *values)
-    return resolve(entry.ffn, config)
+    return _entry(model).options(config)
 
 
 @torch.no_grad()
@@ -62,10 +57,6 @@ def _entry(model: str) -> BlockEntry:
     if isinstance(entry, str):
         raise ConfigError(f"moe_ffn has no block that matches the sparse block of {model}: {entry}")
     return entry
-
-
-def _hf_config(entry: BlockEntry, config: Any) -> HFConfig:
-    return HFConfig(entry.class_name, LiveOptions(config, {}))
 
 
 def config_width(config: Any) -> int:
@@ -97,7 +88,7 @@ def convert_tensors(
         layout = _layout(entry, name)
         if layout is None:
             raise ConfigError(f"{entry.class_name} has no tensor for our {name}")
-        forms = layout("", like.shape, _hf_config(entry, config))
+        forms = layout("", like.shape, entry.hf(config))
         pieces = next((form for form in forms if all(piece.name in theirs for piece in form)), None)
         if pieces is None:
             raise ConfigError(f"{entry.class_name} has no {forms[0][0].name} for our {name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_ffn.hf.layouts import (
@@ -17,7 +17,9 @@ from moe_ffn.hf.layouts import (
     transposed,
 )
 from moe_ffn.hf.options import (
+    GROUPS,
     WINDOW,
+    HFConfig,
     LlamaCpp,
     OptionMapping,
     accept_only,
@@ -83,7 +85,6 @@ ALL_SPARSE = (
     K,
     SOFTMAX_TOP_K,
 )
-GROUPS = {"num_groups": "n_group", "keep": "topk_group"}
 SIGMOID_TOP_K = (
     OptionMapping(
         lambda hf: {"sparse_layers": [*hf.layers()[hf.count("first_k_dense_replace", 0) :]]},
@@ -107,11 +108,7 @@ SIGMOID_TOP_K = (
     ),
     gated("sparse.experts.type", "dense.type", "sparse.shared_expert.type"),
     OptionMapping(
-        lambda hf: (
-            {"sparse.router.groups": None}
-            if hf["n_group"] == hf["topk_group"] == 1
-            else {f"sparse.router.groups.{ours}": hf[theirs] for ours, theirs in GROUPS.items()}
-        ),
+        lambda hf: {"sparse.router.groups": hf.groups()},
         lambda options: {
             theirs: options.get(f"sparse.router.groups.{ours}", 1)
             for ours, theirs in GROUPS.items()
@@ -205,6 +202,11 @@ class Family:
     @property
     def is_sparse(self) -> bool:
         return self.names is not DENSE_LAYER
+
+    def complete(self, hf: HFConfig) -> HFConfig:
+        """Return options with the defaults of this architecture; an option may have one of its aliases."""
+        renamed = {name: hf[alias] for alias, name in self.aliases.items() if alias in hf}
+        return replace(hf, defaults={**hf.defaults, **self.defaults, **renamed})
 
 
 QWEN_DEFAULTS = {
@@ -566,3 +568,6 @@ FAMILIES = (
     ),
 )
 """Architectures, in order of preference for an export."""
+
+BY_TYPE = {family.model_type: family for family in FAMILIES}
+"""Name in transformers -> its architecture."""

@@ -8,6 +8,7 @@ transformers need not be installed. Tensors are read one by one, and experts one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from moe_ffn.config.errors import ConfigError, nearest_or_all, show
 from moe_ffn.config.option_tree import nest_options
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.hf.families import FAMILIES, OUTSIDE_LAYERS, Family
+from moe_ffn.hf.families import BY_TYPE, OUTSIDE_LAYERS, Family
 from moe_ffn.hf.layouts import WeightSlice
-from moe_ffn.hf.options import HFConfig, OptionMapping, Options
+from moe_ffn.hf.options import HFConfig, OptionMapping, jittered
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
@@ -36,8 +37,6 @@ from moe_ffn.weights.pretrained import (
     require_fitting,
     require_floating,
 )
-
-_BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 
 def load_transformers(folder: str | Path) -> Decoder:
@@ -63,16 +62,19 @@ def load_transformers(folder: str | Path) -> Decoder:
 
 
 def sparse_options(family: Family, hf: HFConfig) -> dict[str, Any]:
-    """Return the options of the sparse block, as in YAML; for errors see `load_transformers`."""
-    _, blocks = _split_blocks(_read_options(family.ffn, hf))
-    return blocks["sparse"]
+    """Return the options of the sparse block, as in YAML, of a model that may have no width of dense blocks;
+    for errors see `load_transformers`.
+    """
+    hf = family.complete(replace(hf, defaults={"intermediate_size": None}))
+    return _read_options(family.ffn, hf)["sparse"]
 
 
 def _read_options(parts: Iterable[OptionMapping], hf: HFConfig) -> dict[str, Any]:
+    """Return nested options of the decoder, with `sparse_layers` and its `sparse` and `dense` block."""
     options: dict[str, Any] = {}
     for part in parts:
         options |= part.read(hf)
-    return options
+    return nest_options(options.items())
 
 
 class _BlockConfig(Config, frozen=True):
@@ -86,9 +88,8 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
     if layer not in hf.layers():
         raise ConfigError(f"layer must be in [0, {len(hf.layers())}), got {layer}")
     options = _read_options(family.ffn, hf)
-    _, blocks = _split_blocks(options)
     kind = "sparse" if layer in options["sparse_layers"] else "dense"
-    config = validate(_BlockConfig, {"ffn": blocks[kind]}, hf.where)
+    config = validate(_BlockConfig, {"ffn": jittered(options[kind])}, hf.where)
     with torch.device("meta"):
         block = config.ffn.build(hf.count("hidden_size"))
     ours = f"layers.{layer}.ffn."
@@ -110,14 +111,11 @@ def _read_hf_config(folder: Path) -> tuple[Family, HFConfig]:
     model_type = values.get("model_type")
     if model_type == MODEL_TYPE:
         raise ConfigError(f"'{folder}' is a model folder of moe_ffn; use moe_ffn.load_pretrained")
-    family = _BY_TYPE.get(model_type) if isinstance(model_type, str) else None
+    family = BY_TYPE.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        hint = nearest_or_all(str(model_type), _BY_TYPE)
+        hint = nearest_or_all(str(model_type), BY_TYPE)
         raise ConfigError(f"'{path}': model_type {show(model_type)} is not supported{hint}")
-    for alias, name in family.aliases.items():
-        if alias in values:
-            values.setdefault(name, values[alias])
-    hf = HFConfig(f"'{path}'", {**family.defaults, **values})
+    hf = family.complete(HFConfig(f"'{path}'", values))
     if hf.get("quantization_config"):
         raise hf.error("quantization_config is given", "weights in a floating-point dtype")
     return family, hf
@@ -125,26 +123,15 @@ def _read_hf_config(folder: Path) -> tuple[Family, HFConfig]:
 
 def config_of(family: Family, hf: HFConfig) -> PretrainedConfig:
     """Return our config of a model of transformers; for errors see `load_transformers`."""
-    options = _read_options((*family.decoder, *family.ffn), hf)
-    model, blocks = _split_blocks(options)
-    sparse = options["sparse_layers"]
-    dense = [str(layer) for layer in hf.layers() if layer not in sparse]
-    model["ffn"] = blocks["sparse" if sparse else "dense"]
-    if sparse:
-        model["ffn_at"] = dict.fromkeys(dense, blocks.get("dense"))
+    model = _read_options((*family.decoder, *family.ffn), hf)
+    sparse_layers, sparse, dense = (
+        model.pop(key, None) for key in ("sparse_layers", "sparse", "dense")
+    )
+    model["ffn"] = jittered(sparse) if sparse_layers else dense
+    if sparse_layers:
+        model["ffn_at"] = {str(n): dense for n in hf.layers() if n not in sparse_layers}
     sizes = {"vocab_size": hf["vocab_size"], "max_seq_len": hf["max_position_embeddings"]}
     return validate(PretrainedConfig, {**sizes, "model": model}, hf.where)
-
-
-def _split_blocks(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return nested options of the decoder, and nested options of its `sparse` and `dense` block."""
-    nested = nest_options(
-        (path, value) for path, value in options.items() if path != "sparse_layers"
-    )
-    blocks = {kind: nested.pop(kind, None) for kind in ("sparse", "dense")}
-    if blocks["sparse"] and (jitter := blocks["sparse"].pop("jitter", 0)):
-        blocks["sparse"] = {"type": "jittered", "jitter": jitter, "ffn": blocks["sparse"]}
-    return nested, blocks
 
 
 def _read_tensors(

@@ -17,21 +17,30 @@ Options = Mapping[str, Any]
 """Our options: dotted path -> value."""
 
 
+GROUPS = {"num_groups": "n_group", "keep": "topk_group"}
+"""Our option of a router's groups -> theirs."""
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """The `config.json` of a model of transformers, with the library's defaults."""
 
     where: str
-    """Name of the folder or model; messages begin with it."""
+    """Name of the folder, model or block; messages begin with it."""
     values: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of options that `values` lacks."""
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.values or key in self.defaults
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self.values:
+        if key not in self:
             raise ConfigError(f"{self.where}: {key} is missing; take the config.json of this model")
-        return self.values[key]
+        return self.get(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(key, default)
+        return self.values.get(key, self.defaults.get(key, default))
 
     def count(self, key: str, least: int = 1) -> int:
         value = self[key]
@@ -50,8 +59,19 @@ class HFConfig:
 
     def require(self, key: str, *supported: Any) -> None:
         """Raise ConfigError if the option has a value that our model does not support."""
-        if key in self.values and self[key] not in supported:
+        if key in self and self[key] not in supported:
             raise self.error(f"{key} is {show(self[key])}", " or ".join(map(show, supported)))
+
+    def translate(self, key: str, values: Mapping[str, str]) -> str:
+        """Return our name for the value of an option; ConfigError if `values` lacks it."""
+        self.require(key, *values)
+        return values[self[key]]
+
+    def groups(self) -> dict[str, Any] | None:
+        """Return the groups of experts in which a router chooses; None if it chooses among all experts."""
+        if self["n_group"] is None or self["n_group"] == self["topk_group"] == 1:
+            return None
+        return {ours: self[theirs] for ours, theirs in GROUPS.items()}
 
     def error(self, problem: str, supported: str) -> ConfigError:
         return ConfigError(
@@ -67,6 +87,13 @@ class OptionMapping:
     """Returns our options for a `config.json`; raises ConfigError for an option that we do not support."""
     write: Callable[[Options], Mapping[str, Any]] = lambda options: {}
     """Returns the options of a `config.json` for ours; an export reads them back to check them."""
+
+
+def jittered(block: Options) -> dict[str, Any]:
+    """Return a block without its option `jitter`; inside a block that jitters its input, if that is not 0."""
+    inner = dict(block)
+    jitter = inner.pop("jitter", 0)
+    return {"type": "jittered", "jitter": jitter, "ffn": inner} if jitter else inner
 
 
 YARN_IN_GGUF = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
@@ -186,8 +213,7 @@ def gated(*keys: str) -> OptionMapping:
     """Map `hidden_act`, which all blocks of a model share, to types of gated blocks."""
 
     def read(hf: HFConfig) -> Options:
-        hf.require("hidden_act", *ACTIVATIONS)
-        return dict.fromkeys(keys, ACTIVATIONS[hf["hidden_act"]])
+        return dict.fromkeys(keys, hf.translate("hidden_act", ACTIVATIONS))
 
     def write(options: Options) -> dict[str, Any]:
         ours = options.get(keys[0])

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from moe_ffn.config.errors import ConfigError, import_optional, show
-from moe_ffn.config.files import kind_of, make_folder, replacing
+from moe_ffn.config.files import make_folder, replacing
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.hf.options import Options
-from moe_ffn.hf.to_transformers import Export, choose_architecture, hf_tensors
+from moe_ffn.hf.to_transformers import Export, choose_architecture, hf_tensors, require_absent
 from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.positions import RotaryConfig, RotaryScalingConfig, YarnConfig, yarn_mscale
@@ -63,7 +63,7 @@ def export_gguf(decoder: Decoder, path: str | Path, tokenizer: Tokenizer) -> Exp
         array = value.view(torch.uint8).numpy()
         writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, kind)
     with naming_failures(path, "written", "make room, or fix its permissions"):
-        require_absent_file(path)
+        require_absent(path, "file")
         make_folder(path.parent)
         with replacing(path) as file:
             writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
@@ -73,12 +73,6 @@ def export_gguf(decoder: Decoder, path: str | Path, tokenizer: Tokenizer) -> Exp
             for tensor in tensors.values():
                 writer.write_tensor_data(tensor().view(torch.uint8).numpy())
     return export
-
-
-def require_absent_file(path: Path) -> None:
-    """Raise ConfigError if `path` exists."""
-    if kind_of(path) is not None:
-        raise ConfigError(f"'{path}' already exists; give a new file")
 
 
 def _add_options(gguf: Any, writer: Any, export: Export, max_seq_len: int) -> None:

@@ -123,10 +123,11 @@ def export_transformers(
     return export
 
 
-def require_absent(folder: Path) -> None:
-    """Raise ConfigError unless `folder` is absent or empty."""
-    if (kind := kind_of(folder)) is not None and (kind != "a folder" or entries_of(folder)):
-        raise ConfigError(f"'{folder}' already exists; give a new folder")
+def require_absent(path: Path, what: str = "folder") -> None:
+    """Raise ConfigError if `path` exists, except as an empty folder where a folder is to be written."""
+    kind = kind_of(path)
+    if kind is not None and ((kind, what) != ("a folder", "folder") or entries_of(path)):
+        raise ConfigError(f"'{path}' already exists; give a new {what}")
 
 
 def choose_architecture(
@@ -287,7 +288,7 @@ def _attempt(
         written: dict[str, Any] = {**sizes}
         for part in (*family.decoder, *family.ffn):
             written |= part.write(options)
-        config = config_of(family, HFConfig(family.model_type, {**family.defaults, **written}))
+        config = config_of(family, family.complete(HFConfig(family.model_type, written)))
         read, _ = options_of(config.model)
         found = [available.pop(path) for path in differences(options, read) if path in available]
         useful = [rewrite for rewrite in found if rewrite.options(options)]
@@ -401,7 +402,7 @@ def hf_tensors(
 ) -> tuple[dict[str, int], dict[str, Callable[[], Tensor]]]:
     """Return the sizes of their tensors in bytes, and functions that make them."""
     config, family = export.config, export.family
-    hf = HFConfig(family.model_type, {**family.defaults, **export.options})
+    hf = family.complete(HFConfig(family.model_type, export.options))
     empty = config.model.build_empty(config.vocab_size, config.max_seq_len)
     dtype = decoder.embedding.weight.dtype
     state = dict(decoder.state_dict())

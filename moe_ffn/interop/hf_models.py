@@ -16,7 +16,7 @@ from moe_ffn.config.errors import ConfigError, first_line, import_optional, show
 from moe_ffn.config.files import kind_of, read_object
 from moe_ffn.data.tokenizer import bytes_of_token
 from moe_ffn.interop.hf_kernels import NEED_TRANSFORMERS
-from moe_ffn.interop.routings import routing_modules, watch
+from moe_ffn.interop.routings import is_experts, routing_modules, watch
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import (
     MODEL_CONFIG_FILE,
@@ -27,6 +27,7 @@ from moe_ffn.weights.pretrained import (
     open_weights,
     require_fitting,
     require_floating,
+    require_known_ids,
     weight_files,
 )
 
@@ -100,15 +101,6 @@ def encode_utf8(tokenizer: Any, text: bytes) -> list[int]:
         ) from error
 
 
-def require_known_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None:
-    """Raise ConfigError if the tokenizer in `folder` produced an id that the model does not have."""
-    if max(ids) >= vocab_size:
-        raise ConfigError(
-            f"'{folder / TOKENIZER_FILE}' does not fit this model: it produced token id {max(ids)}, but "
-            f"the vocabulary has {vocab_size} tokens; copy the tokenizer of this model"
-        )
-
-
 def load_hf_model(folder: Path, **options: Any) -> Any:
     """Load a language model in evaluation mode; see `load_with_info`, and for errors `route_text`."""
     model, info = load_with_info(folder, **options)
@@ -168,6 +160,16 @@ def load_with_info(
         ) from error
     if info["mismatched_keys"]:
         _require_equal_experts(folder)
+    counts = (
+        getattr(module, "num_experts", None) for module in model.modules() if is_experts(module)
+    )
+    num_experts = next(counts, None)
+    k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if num_experts is not None and isinstance(k, int) and k > num_experts:
+        raise ConfigError(
+            f"'{folder / MODEL_CONFIG_FILE}': num_experts_per_tok ({k}) must not exceed the number of "
+            f"experts ({num_experts}); lower it"
+        )
     return model, info
 
 

@@ -6,6 +6,7 @@ T tokens, E experts, K experts per token, B batch, S sequence, L recorded sequen
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from moe_ffn.interop.routings import (
     sparse_modules,
 )
 from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.top_k import BaseTopKRouter
 
 Record = Any
 """Recorded experts: a mapping from layers to ids or routings, the passes of `watch`, or an array; see
@@ -114,8 +116,8 @@ class _Replay:
     def _before_experts(
         self, name: str, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Check that the experts receive the given ids."""
-        _, received_TK, _ = inputs_of_experts(args, kwargs)
+        """Check that the experts receive the given ids, or weight 0 where the router skips them."""
+        _, received_TK, weights_TK = inputs_of_experts(args, kwargs)
         given_TK = self._given(name)
         if received_TK.shape != given_TK.shape:
             raise ConfigError(
@@ -123,7 +125,8 @@ class _Replay:
                 f"{_experts_of_tokens(given_TK)}"
             )
         given_TK = given_TK.to(received_TK.device)
-        if not bool(((received_TK == given_TK) | (given_TK < 0)).all()):
+        is_skipped_TK = (given_TK >= experts.num_experts) & (weights_TK == 0)
+        if not bool(((received_TK == given_TK) | (given_TK < 0) | is_skipped_TK).all()):
             raise ConfigError(
                 f"replay: the router before {type(experts).__name__} does not choose its experts by topk or "
                 "max, so that its choice cannot be replaced; leave this layer out of the record"
@@ -139,6 +142,14 @@ class _Replay:
             raise ConfigError(
                 f"replay: {name} has {x.shape[:-1].numel()} tokens, but the record has {len(given)}"
             )
+        router = block.routers()[OWN_ROUTING]
+        if isinstance(router, BaseTopKRouter):  # others may list any number
+            num_given, num_listed = given.shape[1], router.k + router.config.num_always
+            if num_given != num_listed:
+                raise ConfigError(
+                    f"replay: {name} has {num_listed} experts for each of {len(given)} tokens, but the "
+                    f"record has {num_given}; give the record of this model"
+                )
         if bool((given < 0).any()):
             with torch.no_grad():
                 own = block.forward(x, context).routings[OWN_ROUTING].expert_ids_N.view_as(given)
@@ -173,15 +184,17 @@ class _GivenChoice(TorchFunctionMode):
             return output
         scores_TE, (_, own) = args[0], output
         given_TK = self.given().to(own.device)
-        if scores_TE.shape != (len(given_TK), self.num_experts):
+        *leading, num_scores = scores_TE.shape
+        # ZAYA's router may also skip a token.
+        if math.prod(leading) != len(given_TK) or num_scores - self.num_experts not in (0, 1):
             return output  # the scores of groups of experts
         first = self.num_masked if name == "max" else 0
-        k = own.shape[1] if own.ndim == 2 else 1
+        k = own.shape[-1] if own.ndim == scores_TE.ndim else 1
         if given_TK.shape[1] < first + k:
             return output  # `_before_experts` explains
         given_Tk = given_TK[:, first : first + k]
         ids_Tk = torch.where(given_Tk < 0, own.view(-1, k), given_Tk)
-        values = scores_TE.gather(1, ids_Tk).view_as(own)
+        values = scores_TE.reshape(-1, num_scores).gather(1, ids_Tk).view_as(own)
         return type(output)((values, ids_Tk.view_as(own)))
 
 
@@ -202,7 +215,9 @@ def recorded_layers(model: nn.Module, experts: Record) -> dict[str, Tensor]:
             raise ConfigError(
                 f"replay: the experts of {name} must be integers, but are {record.dtype}"
             )
-        num_experts = count_experts(module)
+        siblings = sibling_modules(model, modules[name])  # ZAYA's router may also skip a token
+        classes = (getattr(sibling, "num_router_classes", 0) for sibling in siblings)
+        num_experts = max(count_experts(module), *classes)
         if record.numel() and (largest := int(record.max())) >= num_experts:
             raise ConfigError(
                 f"replay: {name} has {num_experts} experts, but the record has the id {largest}; give the "

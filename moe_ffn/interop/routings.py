@@ -36,9 +36,9 @@ def watch(model: nn.Module) -> Iterator[Passes]:
 
     The model's outputs do not change. A pass is one call of `model`; generation makes one pass for the prompt
     and one for each further token. A pass is appended when it is complete. Routings have the ids and weights
-    that the experts received. They carry gradients if the model trains, so call `routing.detach()` before you
-    keep them. Padding in `attention_mask` is padding in the routing. `watch` also records our blocks
-    (`swap_ffn`).
+    that the experts received, and the id E for tokens that ZAYA's router skips. They carry gradients if the
+    model trains, so call `routing.detach()` before you keep them. Padding in `attention_mask` is padding in
+    the routing. `watch` also records our blocks (`swap_ffn`).
 
     Scores are the softmax, the sigmoid or the square root of the softplus of the router's logits, whichever
     is proportional to the weights; they are the softmax if none is (Phi-MoE).
@@ -132,6 +132,9 @@ class Watcher:
                 "the chosen experts, or the experts are divided among processes; watch a model in one "
                 "process, whose routers return logits"
             )
+        num_experts = getattr(experts, "num_experts", logits_TE.shape[1])
+        if logits_TE.shape[1] > num_experts:  # ZAYA gives skipped tokens to expert 0 with weight 0
+            ids_TK = ids_TK.masked_fill(weights_TK == 0, num_experts)
         self._pending[name] = partial(self._routing, name, logits_TE, ids_TK, weights_TK)
 
     def _routing(

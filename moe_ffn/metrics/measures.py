@@ -40,7 +40,8 @@ class LayerBatch:
 
     @cached_property
     def pairs_BE(self) -> Tensor:
-        return pairs_per_sequence(self.routing)
+        """Pairs of each sequence, without experts that process every token."""
+        return pairs_per_sequence(self.routing)[:, : self.routing.num_choices]
 
     @cached_property
     def scores_TE(self) -> Tensor:
@@ -106,6 +107,12 @@ def count_of(
 
 PAIRS = count_of("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
 DROPPED = count_of("num_dropped", lambda b: (b.routing.dropped_N & b.routing.active_N).sum())
+NUM_ALWAYS = Statistic(
+    "num_always",
+    lambda b: torch.full_like(b.num_tokens, b.routing.num_experts - b.routing.num_choices),
+    dtype=torch.int64,
+    reduce="max",
+)
 NUM_PAIRS = count_of("num_pairs", lambda b: b.routing.active_N.sum())
 TOKENS = count_of("num_tokens", lambda b: b.num_tokens)
 SEQUENCES = count_of("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
@@ -130,11 +137,20 @@ def load_from_counts(pairs_E: Tensor) -> Tensor:
     return pairs_E / pairs_E.sum().clamp(min=1)
 
 
+def of_choices(value: Callable[..., Tensor], *others: Statistic) -> Measure:
+    """Return a measure of the pairs of each expert without the last ones, if they process every token."""
+
+    def of_all(pairs_E: Tensor, num_always: Tensor, *rest: Tensor) -> Tensor:
+        return value(pairs_E[: len(pairs_E) - int(num_always)], *rest)
+
+    return Measure(of_all, (PAIRS, NUM_ALWAYS, *others))
+
+
 def total_capacity(batch: LayerBatch) -> Tensor:
     """Return the maximum number of pairs of all experts together; 0 without a capacity."""
     if batch.expert_capacity is None:
         return torch.zeros_like(batch.num_tokens)
-    return batch.expert_capacity * batch.routing.num_experts
+    return batch.expert_capacity * batch.routing.num_choices
 
 
 TOTAL_CAPACITY = count_of("total_capacity", total_capacity)

@@ -21,10 +21,19 @@ from moe_ffn.metrics.table import Metric as TableMetric
 from moe_ffn.outputs import PairsOnlyRouting, Routing
 
 
-class _RoutingMetrics(Metric):
-    """Base class that sums statistics over batches and ranks, and computes metrics from the sums."""
+class _SummedMetrics(Metric):
+    """Base class of metrics that are sums, which keep their dtype in a converted model."""
 
     full_state_update = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Any:
+        # Converting the model, for example to bf16-true, may move these sums but must not round them.
+        return super()._apply(lambda value: value.to(fn(value).device), exclude_state)
+
+
+class _RoutingMetrics(_SummedMetrics):
+    """Base class that sums statistics over batches and ranks, and computes metrics from the sums."""
+
     measured: ClassVar[tuple[Measured, ...]]
     is_pairs_only: ClassVar[bool] = False
     """True if `update` takes a `PairsOnlyRouting`; otherwise it takes a routing with (T, E) tables."""
@@ -113,14 +122,13 @@ class CoactivationMetrics(_RoutingMetrics):
     measured = ("validation",)
 
 
-class LanguageMetrics(Metric):
+class LanguageMetrics(_SummedMetrics):
     """Cross-entropy per token and bits per byte, over all batches and ranks.
 
     Bits per byte divides by the bytes of the predicted tokens, so models with different tokenizers can be
     compared. Tokens without bytes, such as the end of a document, still add their bits.
     """
 
-    full_state_update = False
     nats: Tensor
     num_tokens: Tensor
     num_bytes: Tensor
@@ -141,10 +149,6 @@ class LanguageMetrics(Metric):
         self.nats += nats.sum()
         self.num_tokens += nats.numel()
         self.num_bytes += num_bytes.sum()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Any:
-        # Converting the model, for example to bf16-true, may move these sums but must not round them.
-        return super()._apply(lambda value: value.to(fn(value).device), exclude_state)
 
     @property
     def loss_so_far(self) -> Tensor:

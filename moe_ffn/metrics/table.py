@@ -44,6 +44,7 @@ from moe_ffn.metrics.measures import (
     count_of,
     entropy_of_mean,
     load_from_counts,
+    of_choices,
     per_token,
     row_rank_violation,
     shared_share_times_tokens,
@@ -156,7 +157,7 @@ LAYER_METRICS = _table(
         healthy_range=(0, 1),
         source="[2024](https://arxiv.org/abs/2408.15664)",
         measured="every batch",
-        measure=Measure(lambda pairs_E: max_violation(load_from_counts(pairs_E)), (PAIRS,)),
+        measure=of_choices(lambda pairs_E: max_violation(load_from_counts(pairs_E))),
         label="MaxVio",
     ),
     Metric(
@@ -167,7 +168,7 @@ LAYER_METRICS = _table(
         formula="standard deviation of the experts' loads over their mean",
         healthy="near 0; at most sqrt(E / k - 1)",
         measured="every batch",
-        measure=Measure(lambda pairs_E: load_cv(load_from_counts(pairs_E)), (PAIRS,)),
+        measure=of_choices(lambda pairs_E: load_cv(load_from_counts(pairs_E))),
     ),
     Metric(
         key="dropped_fraction",
@@ -275,7 +276,7 @@ LAYER_METRICS = _table(
         healthy="near 1 / capacity factor",
         requires="a capacity",
         measured="every batch",
-        measure=Measure(capacity_used, (PAIRS, DROPPED, TOTAL_CAPACITY)),
+        measure=of_choices(capacity_used, DROPPED, TOTAL_CAPACITY),
         pairs_only_measure=Measure(capacity_used, (NUM_PAIRS, DROPPED, TOTAL_CAPACITY)),
     ),
     Metric(

@@ -57,10 +57,12 @@ def part_of(name: str, owner: nn.Module) -> Part:
     words = [word.removesuffix("_bias") for word in name.split(".")]
     if "Norm" in type(owner).__name__:
         return "norms"
-    if "router" in words:
+    if "router" in words or "later_routers" in words:
         return "router"
     if "attention" in words:
         return "attention"
+    if "combine" in words:  # the gate of a shared expert's output
+        return "other"
     for word in words if name.startswith(LAYERS) else ():
         if word in _FFN_PARTS:
             return _FFN_PARTS[word]
@@ -236,7 +238,7 @@ class CompletePConfig(ParametrizationConfig, frozen=True):
             scales[name] = ParameterScale(multiplier)
             if name.startswith(LAYERS) and is_matrix(name, parameter):
                 (*_, out, into), (*_, base_out, base_into) = parameter.shape, of_base[name].shape
-                if module.endswith("router.projection"):
+                if module.split(".")[-2] == "router":
                     out = base_out = 1  # each row makes one logit, however many experts there are
                 fused = num_fused(name)
                 shape, base_shape = (out // fused, into), (base_out // fused, base_into)

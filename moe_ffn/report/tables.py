@@ -71,7 +71,7 @@ def print_results(
         say(f"skipped steps   {summary['num_skipped_steps']}")
     if summary["num_alarms"]:
         warn(f"alarms          {summary['num_alarms']}; see {folder / ALARMS_FILE}")
-    for sentence in callbacks.steps.not_judged():
+    for sentence in callbacks.steps.not_judged(is_routed=bool(routing)):
         warn(f"not judged yet: {sentence}")
     if routing:
         console.print()

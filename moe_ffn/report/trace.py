@@ -21,7 +21,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo, layer_number
 from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderOutput
-from moe_ffn.outputs import PairsOnlyRouting, Routing
+from moe_ffn.outputs import AlwaysRouting, PairsOnlyRouting, Routing
 from moe_ffn.report.html import layer_title
 from moe_ffn.training.sampling import encode_text
 
@@ -316,6 +316,8 @@ def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
         capacity = f"at most {counted(int(max_pairs), 'pair')} per expert"
         if info.capacity.eval_factor is not None:
             capacity = f"factor {info.capacity.eval_factor}, {capacity}"
+        if isinstance(routing, AlwaysRouting):
+            capacity += f", no limit for expert {', '.join(names[routing.num_choices :])}"
     shared_expert = None if info.shared_expert is None else info.shared_expert.type
     return Layer(name, names, capacity, shared_expert, info.selects_tokens)
 

@@ -166,13 +166,15 @@ def by_choice(routing: Routing) -> Tensor:
     """All first choices, then all second choices, each in pair order (GShard, arXiv:2006.16668, algorithm 1).
 
     A token's first choice is the pair with its largest weight, since not every router lists pairs by weight.
-    Not causal: a later token's first choice displaces an earlier token's second choice.
+    Experts that process every token are no choices. Not causal: a later token's first choice displaces an
+    earlier token's second choice.
     """
     # The rank of a pair within its token: one queue per token, not per expert.
     per_token = replace(
         routing, expert_ids_N=routing.token_indices_N, num_experts=routing.num_tokens
     )
-    return place_in_queue(per_token, by_probability(routing))
+    priority_N = by_probability(routing).masked_fill(~_limited(routing), torch.inf)
+    return place_in_queue(per_token, priority_N)
 
 
 def at_random(routing: Routing) -> Tensor:

@@ -146,18 +146,16 @@ def is_finished(folder: Path) -> bool:
     return (folder / SUMMARY_FILE).is_file()
 
 
-def check_is_run(folder: Path) -> None:
+def check_is_run(folder: Path, wanted: str = "a run, such as runs/my-run") -> None:
     """Raise ConfigError, with a hint, if `folder` is not the folder of a run."""
     with reading(folder):
         if not folder.is_dir():
             problem = "is a file, not the folder of a run" if folder.exists() else "does not exist"
-            raise ConfigError(
-                f"'{folder}' {problem}; give the folder of a run, such as runs/my-run"
-            )
+            raise ConfigError(f"'{folder}' {problem}; give the folder of {wanted}")
         if _is_run(folder):
             return
         runs = sorted(path.name for path in folder.iterdir() if is_run(path))
-    hint = model_folder_hint(folder) or "give the folder of a run, such as runs/my-run"
+    hint = model_folder_hint(folder) or f"give the folder of {wanted}"
     if runs:
         hint = f"it holds runs; give one of them, such as {folder / runs[0]}"
     raise ConfigError(f"'{folder}' is not a run: it has no {CONFIG_FILE}; {hint}")
@@ -171,7 +169,7 @@ def model_folder_hint(folder: Path) -> str:
     model_type = config.get("model_type")
     if model_type == "moe_ffn":
         return "it is the folder of a model, which moe_ffn.load_pretrained reads"
-    convert = f"{command('convert')} {folder} NEW makes a model folder of it"
+    convert = f"{command('convert', folder, 'NEW')} makes a model folder of it"
     return "" if model_type is None else f"it is a model of transformers: {convert}"
 
 

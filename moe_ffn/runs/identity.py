@@ -64,7 +64,7 @@ def resume_with(config: TrainConfig, own: TrainConfig, folder: Path, *, is_named
     limits = tuple(_limits_of_early_end(own, folder))
     is_longer = config.trainer.max_steps > own.trainer.max_steps
     if is_finished(folder) and not is_longer and not any(k.startswith(limits) for k in changes):
-        page = f", but its page was not written: {command('report')} {folder}"
+        page = f", but its page was not written: {command('report', folder)}"
         fix = f"raise trainer.max_steps (now {own.trainer.max_steps})"
         if limits:
             fix = f"change {' or '.join(limits)}, which ended it early,"

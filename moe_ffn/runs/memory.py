@@ -38,9 +38,10 @@ def check_fits(config: TrainConfig, teacher_bytes: int = 0) -> None:
             raise ConfigError(
                 f"{section}: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
             )
-    if not _is_on_cpu(config) or weights * _MAX_COPIES + teacher_bytes <= memory:
-        return  # every optimizer fits
     relative_size = {"bf16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
+    most = relative_size * weights * _MAX_COPIES + teacher_bytes
+    if not _is_on_cpu(config) or most <= memory:
+        return  # every optimizer fits
     decoder = config.model.build_empty(*config.data.text_sizes)
     state = sum(optimizer_bytes(config, decoder).values())
     needed = int(relative_size * (2 * weights + state)) + teacher_bytes

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ from moe_ffn.runs.folder import (
     SUMMARY_FILE,
     TOKENIZER_FILE,
     git_revision,
+    is_finished,
 )
 from moe_ffn.runs.identity import RUN_ID, checkpoint_identity
 from moe_ffn.runs.json_files import CodeEntries, Facts
+from moe_ffn.training.config import TrainerConfig
 from moe_ffn.training.monitoring.json_lines import (
     AnyLine,
     Line,
@@ -141,12 +144,13 @@ class ResumePoint:
 
 
 def find_resume_point(
-    folder: Path, own: TrainConfig, data: PreparedData, module: nn.Module, max_steps: int
+    folder: Path, own: TrainConfig, data: PreparedData, module: nn.Module, trainer: TrainerConfig
 ) -> ResumePoint:
     """Return the newest checkpoint that is intact and belongs to this run.
 
-    `own` are the options in the folder. The `module` has the names and shapes of the weights. Raises
-    ConfigError if there are checkpoints but none can be used, or if the run has passed the new `max_steps`.
+    `own` are the options in the folder, `trainer` the new ones. The `module` has the names and shapes of the
+    weights. Raises ConfigError if there are checkpoints but none can be used, if the run has passed the new
+    `max_steps`, or if it is finished and its `max_time` is spent.
     """
     checkpoints = folder / CHECKPOINTS_FOLDER
     run_id = Facts.read(folder / FACTS_FILE).run_id or None
@@ -167,11 +171,13 @@ def find_resume_point(
             )
         return ResumePoint(run_id=run_id)
     path, values = usable
-    if (step := values["global_step"]) > max_steps:
+    if (step := values["global_step"]) > trainer.max_steps:
         raise ConfigError(
-            f"trainer.max_steps ({max_steps}): the run is at step {step} already; give at least that"
+            f"trainer.max_steps ({trainer.max_steps}): the run is at step {step} already; give at least that"
         )
     callbacks = values["callbacks"]
+    if is_finished(folder) and trainer.max_time is not None:
+        _check_time_left(trainer.max_time, callbacks)
     validated_step = callbacks["ValidationLogger"]["last_step"]
     return ResumePoint(
         step,
@@ -181,6 +187,19 @@ def find_resume_point(
         validated_step if callbacks["SampleLog"]["last"] else -1,
         tuple(skipped),
     )
+
+
+def _check_time_left(max_time: str | dict[str, int], callbacks: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the time in the callbacks' saved state is the limit or more."""
+    from moe_ffn.training.recovery.stopping import StepTimer  # imports lightning
+
+    timer = StepTimer(max_time)
+    timer.load_state_dict(callbacks.get(timer.state_key, {}))
+    if (left := timer.time_remaining()) is not None and left <= 0:
+        elapsed = timedelta(seconds=int(timer.time_elapsed()))
+        raise ConfigError(
+            f"trainer.max_time ({max_time}): the run has trained for {elapsed} already; give more, or null"
+        )
 
 
 def _problem_of_state(
@@ -285,6 +304,8 @@ def _updated_facts(resume: Resume, new_facts: str) -> str:
     keys = {RUN_ID}
     if resume.changes:
         keys |= {*resume.config.to_dict(), "teacher_sha256", "validation_sha256"}
+    if "trainer.precision" in resume.changes:
+        keys.add("precision")
     updates = {key: value for key, value in json.loads(new_facts).items() if key in keys}
     return json.dumps({**facts.model_dump(exclude_unset=True), **updates}, indent=2) + "\n"
 

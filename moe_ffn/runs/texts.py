@@ -9,7 +9,7 @@ import numpy as np
 from moe_ffn.config.errors import ConfigError, expand_path
 from moe_ffn.config.files import read_object, reason
 from moe_ffn.data.corpus import read_text_documents
-from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
 from moe_ffn.data.split import Documents, changed
 from moe_ffn.data.token_files import SUFFIXES, TokenSequence
 from moe_ffn.data.tokenizer import Tokenizer
@@ -17,14 +17,14 @@ from moe_ffn.runs.folder import DOCUMENTS_FILE
 from moe_ffn.runs.reader import Run
 
 
-def prepare_data(run: Run, instead: str) -> PreparedData:
-    """Return the corpus and the splits that a run was trained on.
+def prepare_data(run: Run, instead: str, config: DataConfig | None = None) -> PreparedData:
+    """Return the corpus and the splits that a run was trained on, by default with its own options.
 
     Raises ConfigError, with the alternative `instead`, if the corpus cannot be read, or has changed since the
     run began.
     """
     try:
-        data = prepare(run.config.data)
+        data = prepare(config or run.config.data)
     except ConfigError as error:
         raise ConfigError(f"{error}; or {instead}") from error
     check_documents(run.folder, data.documents, instead)

@@ -103,9 +103,11 @@ class Arm:
             return "next tokens"
         return f"masked tokens ({first.option('objective.masked_fraction')} of them)"
 
-    @property
+    @cached_property
     def budget(self) -> Budget:
-        return self.results[0].budget
+        """Budget of a run, with the mean of the tokens, since seeds may stop at different steps."""
+        tokens = fmean(result.budget.tokens for result in self.results)
+        return replace(self.results[0].budget, tokens=round(tokens))
 
     @property
     def steps(self) -> float:
@@ -178,6 +180,11 @@ class Tuning:
         return {arm: min(losses, key=losses.__getitem__) for arm, losses in self.losses.items()}
 
     @property
+    def at_an_end(self) -> list[str]:
+        """Arms whose best value has the lowest or highest number that the arm tried of an option."""
+        return [arm for arm, value in self.best.items() if _is_at_an_end(value, self.losses[arm])]
+
+    @property
     def verdicts(self) -> Sequence[str]:
         """Sentences on the best values, and on what arms gain at them."""
         best = self.best
@@ -246,8 +253,8 @@ class Comparison:
         """Conclusions that the intervals support, one sentence per arm."""
         if self.answer:
             return [*self.answer]
-        if len(self.arms) == 1:
-            return [_alone(self.arms[0])]
+        if not any(arm.base for arm in self.arms):
+            return [*map(_alone, self.arms)]
         return [
             _verdict(arm, self.base_of(arm), self.seed_differences(arm))
             for arm in self.arms
@@ -530,12 +537,14 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
             "Not all arms have the same seeds: means are over all seeds of an arm, differences over the "
             "seeds that it shares with the baseline."
         )
+    is_timed = any(arm.timed_step_seconds for arm in arms)
+    seconds = f"seconds{' of the runs' if is_timed else ''} are not comparable"
     for key, effect in {
         "precision": "losses and seconds may depend on it",
-        "processor": "seconds are not comparable, and losses of the same seed differ slightly",
-        "gpu": "seconds are not comparable",
-        "threads": "seconds are not comparable, and losses differ slightly",
-        "torch": "seconds are not comparable, and losses may depend on it",
+        "processor": f"{seconds}, and losses of the same seed differ slightly",
+        "gpu": seconds,
+        "threads": f"{seconds}, and losses differ slightly",
+        "torch": f"{seconds}, and losses may depend on it",
         "git_revision": "they may not train the same model",
     }.items():
         values = {str(result.machine.get(key)) for result in results}
@@ -545,6 +554,17 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
 
 
 # -- tuning
+
+
+def _is_at_an_end(best: str, tried: Iterable[str]) -> bool:
+    try:
+        numbers = {value: [float(part) for part in value.split(", ")] for value in tried}
+    except ValueError:  # blocks and words have no order
+        return False
+    columns = zip(numbers[best], zip(*numbers.values(), strict=True), strict=True)
+    return any(
+        min(column) < max(column) and b in (min(column), max(column)) for b, column in columns
+    )
 
 
 def _tunings(results: Sequence[RunResult], arms: Sequence[str]) -> list[Tuning]:
@@ -563,9 +583,23 @@ def _tuning(
     results: Sequence[RunResult],
     arms: Sequence[str],
 ) -> Tuning:
+    def identity_of(key: str, result: RunResult) -> str:
+        return json.dumps([key, result.option(key)], sort_keys=True)
+
+    # A study gives a block without its defaults, which the options of a run have.
+    shortened = {
+        identity_of(key, result): result.tuning[key]
+        for result in tuned
+        for key in keys
+        if isinstance(result.option(key), Mapping)
+    }
+
     def value_of(result: RunResult) -> str:
         used = {key: result.option(key) for key in keys}
-        given = {key: result.tuning.get(key, value) for key, value in used.items()}
+        given = {
+            key: result.tuning.get(key, shortened.get(identity_of(key, result), value))
+            for key, value in used.items()
+        }
         # A study may give 1 to an option that stores 1.0; they are one value.
         values = [used[key] if given[key] == used[key] else given[key] for key in keys]
         text = ", ".join(v if isinstance(v, str) else json.dumps(v, sort_keys=True) for v in values)

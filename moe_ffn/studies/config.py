@@ -218,6 +218,15 @@ class StudyConfig(Config, frozen=True):
                 raise ConfigError(
                     f"{section}seed: a study lists its seeds under `seeds`, or in --seeds 0 1 2"
                 )
+            if (
+                self.training_flops is not None
+                and section != "config."  # a base has steps for other studies
+                and (steps := lookup(layer, "trainer.max_steps")) is not None
+            ):
+                raise ConfigError(
+                    f"{section}trainer.max_steps ({steps}): the study computes the steps of each run from "
+                    f"training_flops ({self.training_flops:g}); leave it out, or change training_flops"
+                )
             options = merge(options, _with_seed(layer, seed))
         name = self._arm_name(arm.name, tuning)
         run_name = f"{name}-seed{seed}"

@@ -66,6 +66,12 @@ class Gathered:
                 f"The studies have different baselines ({', '.join(self.baselines)}): here all arms are "
                 f"compared with {found.baseline}; --baseline chooses another."
             )
+        sessions = {read_bytes(path): path.parent.name for path in self.timing_files}
+        if len(sessions) > 1 and any(arm.timed_step_seconds for arm in found.arms):
+            notes.append(
+                f"The arms were timed in {len(sessions)} sessions ({', '.join(sessions.values())}), which "
+                "may differ in machine and load: compare seconds and tokens/s only within one."
+            )
         return replace(found, notes=notes)
 
     def _missing_runs(self) -> Iterator[str]:

@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.benchmark import timer
 
+from moe_ffn.balancing.losses import count_step
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.config.process_memory import keep_freed_memory
 from moe_ffn.data.batches import TrainBatches
@@ -22,7 +24,12 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.config import PlannedRun
 from moe_ffn.training.config import resolve_precision
 from moe_ffn.training.monitoring.hardware import describe_hardware
-from moe_ffn.training.objective import objective
+from moe_ffn.training.objective import (
+    add_coupling_gradient,
+    inputs_and_targets,
+    needs_step_totals,
+    objective,
+)
 from moe_ffn.training.optimizer import build_schedule
 
 MIN_ROUNDS = 3
@@ -82,11 +89,16 @@ class Training:
     """A hand-written training loop, whose parts have names in a profile, such as `step: forward`."""
 
     def __init__(self, config: TrainConfig, data: PreparedData, device: torch.device) -> None:
-        """Build model and optimizer; raise ConfigError if the loop does not support the precision."""
+        """Build model and optimizer; ConfigError for a teacher, or a precision that is not supported."""
         precision = resolve_precision(config.trainer.precision, device.type)
         if precision not in ("32-true", "bf16-mixed"):
             raise ConfigError(
                 f"trainer.precision ({precision}): the timed loop supports only 32-true and bf16-mixed"
+            )
+        if (distill := config.objective.distill) is not None:
+            raise ConfigError(
+                f"objective.distill ({distill.teacher}): the timed loop has no teacher; set it to null, or "
+                "leave its arms out"
             )
         torch.manual_seed(config.seed)
         self.clip = config.trainer.gradient_clip_val or torch.inf
@@ -105,24 +117,37 @@ class Training:
         self.num_batches = 0
 
     def step(self) -> None:
-        for _ in range(self.accumulate):
-            batch = self.batches[self.num_batches]
-            input_ids, target_ids = (
-                ids.to(self.device) for ids in (batch.input_ids, batch.target_ids)
-            )
-            self.num_batches += 1
-            autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+        batches = [self._next_batch() for _ in range(self.accumulate)]
+        totals = None
+        if needs_step_totals(self.objective) and self.accumulate > 1:
+            with record_function("step: counting"), autocast, torch.no_grad():
+                totals = count_step(self.model(input_ids).routings for input_ids, _ in batches)
+        for input_ids, target_ids in batches:
             with record_function("step: forward"), autocast:
                 output = self.model(input_ids)
-                loss = objective(output.logits, target_ids, output.routings, self.objective).total
+                terms = objective(
+                    output.logits, target_ids, output.routings, self.objective, step_totals=totals
+                )
             with record_function("step: backward"):
-                (loss / self.accumulate).backward()
+                (terms.total / self.accumulate).backward()
+        if (coupling := self.objective.coupling) is not None:
+            with record_function("step: coupling"):
+                add_coupling_gradient(self.model, coupling, self.num_batches)
         with record_function("step: clipping"):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         with record_function("step: optimizer"):
             self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of the next batch."""
+        batch = self.batches[self.num_batches]
+        self.num_batches += 1
+        input_ids, target_ids = (ids.to(self.device) for ids in (batch.input_ids, batch.target_ids))
+        fraction = self.objective.masked_fraction
+        return inputs_and_targets(self.model, input_ids, target_ids, fraction)
 
 
 # -- the arms of a study

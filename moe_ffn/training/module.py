@@ -110,7 +110,7 @@ class LanguageModel(LightningModule):
         self.options = options
         model, text_sizes = options.model, (len(byte_lengths), options.max_seq_len)
         self._build = partial(model.build, *text_sizes)
-        self._layout = layout
+        self.layout = layout
         self._is_configured = False
         self._initial_weights: Mapping[str, Tensor] = {}
         self._generator_state = torch.get_rng_state()
@@ -135,7 +135,7 @@ class LanguageModel(LightningModule):
 
     def start_from(self, weights: Mapping[str, Tensor]) -> None:
         """Replace initial weights by these (name -> whole tensor), in `configure_model` if sharded."""
-        if self._layout.is_sharded:
+        if self.layout.is_sharded:
             self._initial_weights = weights
         else:
             _copy_into(self.decoder, weights)
@@ -152,7 +152,7 @@ class LanguageModel(LightningModule):
         if self._is_configured:  # Lightning calls this hook again before `trainer.validate`
             return
         self._is_configured = True
-        if self._layout.is_sharded:
+        if self.layout.is_sharded:
             # During this hook, Lightning changes the default dtype to that of the precision. With it, the
             # random weights would differ from those of a single process.
             dtype = torch.get_default_dtype()
@@ -169,7 +169,7 @@ class LanguageModel(LightningModule):
 
         Peak memory of a rank: its shards, one whole block, and the parameters outside blocks (sharded last).
         """
-        sharder = Sharder(self._layout, self.trainer.strategy.root_device.type)
+        sharder = Sharder(self.layout, self.trainer.strategy.root_device.type)
         convert = self.trainer.precision_plugin.convert_module
         weights, layer_numbers = self._initial_weights, count()
 
@@ -186,7 +186,7 @@ class LanguageModel(LightningModule):
     def on_train_start(self) -> None:
         self._reset_step()  # an interrupted fit may have ended within a step
         # With two ranks the order of a sum does not matter.
-        if self._num_ranks > 2 and not self._layout.is_sharded:
+        if self._num_ranks > 2 and not self.layout.is_sharded:
             self._fix_ddp_buckets()
 
     def _fix_ddp_buckets(self) -> None:
@@ -232,7 +232,7 @@ class LanguageModel(LightningModule):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # DistributedDataParallel averages gradients over ranks; a `Sharder` sums them.
         super().backward(
-            loss / self._num_ranks if self._layout.is_sharded else loss, *args, **kwargs
+            loss / self._num_ranks if self.layout.is_sharded else loss, *args, **kwargs
         )
 
     def on_train_batch_end(self, outputs: Any, batch: LoadedBatch, batch_idx: int) -> None:
@@ -343,7 +343,7 @@ class LanguageModel(LightningModule):
 
         batches = [partial(forward, batch) for batch in self._step_batches]
         # A sharded model holds whole weights only while its hooks run, so no gradient can be computed here.
-        scale = None if self._layout.is_sharded else gradient_scale / len(batches)
+        scale = None if self.layout.is_sharded else gradient_scale / len(batches)
         with torch.set_grad_enabled(scale is not None):
             source = find_nan_source(self, batches, scale)
         if isinstance(self.decoder, FSDPModule):

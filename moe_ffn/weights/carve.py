@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, prefix_errors
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import GatedFFN
@@ -29,7 +29,6 @@ from moe_ffn.weights.initialiser import (
     block_inputs,
     build_block,
     layer_blocks,
-    prefix_errors,
 )
 from moe_ffn.weights.upcycle import as_experts
 

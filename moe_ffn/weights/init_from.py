@@ -5,24 +5,21 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ffn.config.errors import ConfigError, command, expand_path, show
-from moe_ffn.config.files import kind_of
+from moe_ffn.config.errors import ConfigError, command, expand_path, prefix_errors, show
 from moe_ffn.config.option_tree import differences, flatten, show_value
-from moe_ffn.config.trust import accepting_code
 from moe_ffn.config.yaml_files import flag_value
-from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import MODEL_FOLDER, is_run, model_folder_hint, saved_config
-from moe_ffn.runs.reader import load_model
+from moe_ffn.runs.folder import MODEL_FOLDER, check_is_run, is_run, saved_config
+from moe_ffn.runs.reader import Run, load_run
 from moe_ffn.weights.pretrained import (
     TOKENIZER_FILE,
     distinct_tensors,
@@ -31,50 +28,67 @@ from moe_ffn.weights.pretrained import (
     load_pretrained,
     no_tokenizer,
     read_model_config,
+    require_known_ids,
 )
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenModel:
     """A trained model, from a model folder or a run."""
 
-    option: str
-    """Option with which the user named the folder; messages begin with it."""
     folder: Path
     decoder: Decoder
     """In evaluation mode, on the CPU."""
-    tokenizer: Tokenizer | None
+    found_tokenizer: Tokenizer | None
     """None if the folder has no tokenizer."""
-    data: DataConfig | None
-    """Data options of the run; None for a model folder."""
+    run: Run | None = None
+    """The run; None for a model folder."""
+    option: str = ""
+    """Option with which the user named a source; messages begin with it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model; raises ConfigError if the folder has none, or that of another model."""
+        if self.found_tokenizer is None:
+            raise no_tokenizer(self.folder)
+        last_id = self.found_tokenizer.vocab_size - 1
+        require_known_ids([last_id], self.decoder.embedding.num_embeddings, self.folder)
+        return self.found_tokenizer
 
     @property
     def tokenizer_config(self) -> FileTokenizerConfig:
-        """Config of the tokenizer; raises ConfigError if the folder has none."""
-        if self.tokenizer is None:
-            raise ConfigError(f"{self.option}: {no_tokenizer(self.folder)}")
+        """Config of `tokenizer`; the same errors."""
+        _ = self.tokenizer
         return FileTokenizerConfig(path=str(self.folder / TOKENIZER_FILE))
+
+    @property
+    def precision(self) -> str:
+        """Value of `trainer.precision`: that of the run, or of the weights in a model folder."""
+        if self.run is not None:
+            return self.run.facts.precision or self.run.config.trainer.precision
+        dtype = self.decoder.embedding.weight.dtype
+        return "bf16-true" if dtype == torch.bfloat16 else f"{8 * dtype.itemsize}-true"
 
     def require_same_tokens(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError if a token id stands for different text in `tokenizer`."""
         num_embeddings = self.decoder.embedding.num_embeddings
         advice = "use a folder with the same tokenizer"
-        if self.tokenizer is not None:
+        if self.found_tokenizer is not None:
             advice = (
                 "use its own: --data.tokenizer '{type: file, path: "
                 f"{self.folder / TOKENIZER_FILE}}}'"
             )
-        if self.tokenizer is not None and self.tokenizer.vocab_size != num_embeddings:
-            advice = f"its own has {self.tokenizer.vocab_size:,}, so no run can use this model"
+            if (size := self.found_tokenizer.vocab_size) != num_embeddings:
+                advice = f"its own has {size:,}, so no run can use this model"
         if num_embeddings != tokenizer.vocab_size:
             raise ConfigError(
                 f"{self.option}: the model in '{self.folder}' has {num_embeddings:,} tokens, but the "
                 f"tokenizer of this run has {tokenizer.vocab_size:,}; {advice}"
             )
-        if self.tokenizer is None:
+        if self.found_tokenizer is None:
             return
         # The model may have rows of embeddings that its tokenizer does not use.
-        pairs = zip(self.tokenizer.token_bytes, tokenizer.token_bytes, strict=False)
+        pairs = zip(self.found_tokenizer.token_bytes, tokenizer.token_bytes, strict=False)
         for token_id, (theirs, ours) in enumerate(pairs):
             if theirs != ours:
                 raise ConfigError(
@@ -84,62 +98,36 @@ class Source:
                 )
 
 
-def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source:
-    """Read the model in a model folder, or the best weights of a run, named by `option`. ConfigError if the
-    folder is neither, is damaged, or names untrusted code.
+def open_model(folder: Path, *, trust_code: bool = False) -> OpenModel:
+    """Load a model folder, or the best weights of a run; ConfigError if the folder is neither, is damaged, or
+    names untrusted code.
     """
+    if is_model_folder(folder):
+        decoder = load_pretrained(folder, trust_code=trust_code)
+        return OpenModel(folder, decoder, find_tokenizer(folder))
+    check_is_run(folder, "a model or of a run")
+    run = load_run(folder, trust_code=trust_code)
+    return OpenModel(folder, run.model, run.tokenizer, run)
+
+
+def read_source(folder: str, option: str, *, trust_code: bool = False) -> OpenModel:
+    """Load the model that an option names, see `open_model`; of a run its model folder, if it has one."""
     path = expand_path(folder, option)
-    if (kind := kind_of(path)) != "a folder":
-        raise ConfigError(
-            f"{option}: '{path}' is {kind or 'not there'}; give the folder of a model or of a run"
-        )
-    try:
-        with accepting_code(trust_code):
-            data = saved_config(path).data if is_run(path) else None
-            model_folder = path if data is None else path / MODEL_FOLDER
-            if data is not None or is_model_folder(path):
-                folder_of_weights = model_folder if is_model_folder(model_folder) else path
-                return Source(
-                    option, path, *open_model(folder_of_weights, trust_code=trust_code), data
-                )
-    except ConfigError as error:
-        raise type(error)(f"{option}: {error}") from error
-    fix = "give a folder that `moe_ffn.save_pretrained` or a training run wrote"
-    raise ConfigError(
-        f"{option}: '{path}' is neither a model folder of moe_ffn nor a run; {model_folder_hint(path) or fix}"
-    )
-
-
-def open_model(folder: Path, *, trust_code: bool = False) -> tuple[Decoder, Tokenizer | None]:
-    """Load a model folder, or the best weights of a run, and its tokenizer; None if it has none."""
-    if not is_model_folder(folder):
-        with accepting_code(trust_code):
-            run = load_model(folder)
-        return run.decoder, run.tokenizer
-    decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), find_tokenizer(folder)
-    if tokenizer is not None and tokenizer.vocab_size > decoder.embedding.num_embeddings:
-        raise ConfigError(
-            f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
-            f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
-        )
-    return decoder, tokenizer
-
-
-def load_decoder(folder: Path, *, trust_code: bool = False) -> tuple[Decoder, Tokenizer]:
-    """Load a model folder, or the best weights of a run, and its tokenizer; ConfigError if it has none."""
-    decoder, tokenizer = open_model(folder, trust_code=trust_code)
-    if tokenizer is None:
-        raise no_tokenizer(folder)
-    return decoder, tokenizer
+    exported = path / MODEL_FOLDER
+    with prefix_errors(f"{option}: "):
+        if not (is_run(path) and is_model_folder(exported)):
+            return replace(open_model(path, trust_code=trust_code), option=option)
+        run = load_run(path, trust_code=trust_code)
+        _ = run.config  # raises if it names untrusted code, even if the model folder does not
+        model = open_model(exported, trust_code=trust_code)
+        return replace(model, folder=path, run=run, option=option)
 
 
 def model_of_source(folder: str, option: str) -> DecoderConfig:
     """Return the config of the model that `read_source` would read, without its weights; the same errors."""
     path = expand_path(folder, option)
-    try:
+    with prefix_errors(f"{option}: "):
         return saved_config(path).model if is_run(path) else read_model_config(path).model
-    except ConfigError as error:
-        raise type(error)(f"{option}: {error}") from error
 
 
 def sha256_of_weights(decoder: Decoder) -> str:
@@ -151,7 +139,7 @@ def sha256_of_weights(decoder: Decoder) -> str:
     return digest.hexdigest()
 
 
-def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
+def fit_weights(source: OpenModel, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights from which a decoder, whose own are not read, can start, and a report in lines. A
     part whose `type` differs keeps its initial weights; ConfigError if equal names have different shapes.
     """
@@ -187,7 +175,7 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
     lines += [f"  new:  {name}" for name in _with_joined_layers(new)]
     lines += [f"  left: {name}" for name in _with_joined_layers(left)]
     lines += [f"  {key} is {show(new)} (was {show(old)})" for key, (old, new) in changes.items()]
-    if source.tokenizer is None:
+    if source.found_tokenizer is None:
         lines.append(f"  it has no {TOKENIZER_FILE}: its token ids may stand for other text")
     return taken, lines
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,7 +15,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 
 from moe_ffn.config.base import MAX_COUNT, Config, TaggedConfig
-from moe_ffn.config.errors import ConfigError
+from moe_ffn.config.errors import ConfigError, prefix_errors
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
@@ -24,7 +23,7 @@ from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
 from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderLayer
 from moe_ffn.outputs import TokenContext
-from moe_ffn.weights.init_from import Source
+from moe_ffn.weights.init_from import OpenModel
 
 _BATCH_SIZE = 8
 
@@ -41,7 +40,7 @@ class CalibrationConfig(Config, frozen=True):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed for random numbers and for the choice of sequences."""
 
-    def prepared(self, source: Source) -> tuple[DataConfig, PreparedData]:
+    def prepared(self, source: OpenModel) -> tuple[DataConfig, PreparedData]:
         """Return data options with sequences no longer than the source's, and the text in its tokens.
 
         Raises ConfigError if no text is given, it cannot be read, or the source has no tokenizer.
@@ -49,8 +48,8 @@ class CalibrationConfig(Config, frozen=True):
         config = self.data
         if config is not None:
             config = config.model_copy(update={"tokenizer": source.tokenizer_config})
-        elif source.data is not None:
-            config = source.data
+        elif source.run is not None:
+            config = source.run.config.data
         else:
             raise ConfigError(
                 f"data: '{source.folder}' does not name its training text; give a text, such as "
@@ -125,15 +124,6 @@ def build_block(config: FFNConfig, like: FFNBlock, d_model: int, generator: Gene
     return block.to(dtypes[0] if dtypes else torch.get_default_dtype()).eval()
 
 
-@contextmanager
-def prefix_errors(prefix: str = "method.") -> Iterator[None]:
-    """Prefix the option in a ConfigError, so that it reads as the user typed it."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{prefix}{error}") from error
-
-
 def with_blocks(decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock]]) -> Decoder:
     """Return a copy of a decoder with other blocks in some layers; ConfigError if it rejects one."""
     before = layer_blocks(decoder)
@@ -174,15 +164,20 @@ def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNCon
     for layer, (config, block) in enumerate(layer_blocks(decoder)):
         if not isinstance(config, MoEConfig) or config.expert_stack is None:
             continue
-        experts = config.experts.with_fixed_width(decoder.config.d_model, config.experts_per_token)
-        options = {**dict(config), "num_experts": num_experts, "experts": experts}
-        with prefix_errors(f"method.num_experts ({num_experts}), layer {layer}: "):
-            smaller = validate(type(config), options)
         if num_experts > config.num_experts:
             raise ConfigError(
                 f"method.num_experts ({num_experts}) must not exceed the experts of layer {layer} "
                 f"({config.num_experts}); give fewer"
             )
+        experts = config.experts.with_fixed_width(decoder.config.d_model, config.experts_per_token)
+        options = {**dict(config), "num_experts": num_experts, "experts": experts}
+        try:
+            smaller = validate(type(config), options)
+        except ConfigError as error:
+            problem, _, _ = str(error).rpartition("; ")  # its advice is for training
+            raise ConfigError(
+                f"method.num_experts ({num_experts}), layer {layer}: {problem}; keep more experts"
+            ) from error
         resized[layer] = smaller, cast("MoEFFN", block)
     if not resized:
         types = {ffn.type for ffn in decoder.config.layer_ffns() if ffn.router_infos()}

@@ -30,11 +30,14 @@ from moe_ffn.config.files import (
     split_into_files,
     write_file,
 )
+from moe_ffn.config.import_path import is_custom_class
 from moe_ffn.config.process_memory import memory_errors_as_config_errors
 from moe_ffn.config.trust import accepting_code, only_trusted_code
 from moe_ffn.config.yaml_files import read_config
 from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
+from moe_ffn.ffn.base import short_name
 from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.routing import RouterConfig
 from moe_ffn.runs.custom_code import code_files, portable_options
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
 
@@ -82,8 +85,8 @@ def save_pretrained(
     """Write a decoder and its tokenizer as a model folder, replacing a model folder that exists.
 
     Raises:
-        ConfigError: the folder holds other files or cannot be written, or the model is no Decoder or has
-            adapters of peft; then nothing changes.
+        ConfigError: the folder holds other files or cannot be written, or the model is no Decoder, has
+            adapters of peft or a k that its config rejects; then nothing changes.
     """
     if any(type(module).__module__.split(".")[0] == "peft" for module in decoder.modules()):
         raise ConfigError(
@@ -95,7 +98,22 @@ def save_pretrained(
             f"save_pretrained writes a Decoder, but got a {type(decoder).__name__}; save your own model with "
             "torch.save: its state_dict(), and the options of its blocks"
         )
+    for name, info in decoder.config.router_infos().items():
+        if not is_custom_class(type(info.router)):
+            _require_readable(name, info.router)
     write_model_folder(Path(folder), decoder, decoder.state_dict(), tokenizer)
+
+
+def _require_readable(name: str, router: RouterConfig) -> None:
+    """Raise ConfigError for a router with a k of `Decoder.set_k` that its config rejects."""
+    try:
+        type(router)(**router.to_dict())
+    except ConfigError as error:
+        reason = str(error).partition(";")[0]
+        raise ConfigError(
+            f"layer {short_name(name)}: {reason}, and no model folder may hold it; call set_k with a larger "
+            "k before you save"
+        ) from error
 
 
 def write_model_folder(
@@ -206,24 +224,17 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     Raises:
         ConfigError: the folder is not a model folder, is damaged, or has the weights of another model.
     """
-    from safetensors.torch import load_file
-
     folder = Path(folder)
     config = read_model_config(folder, trust_code=trust_code)
-    weights: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        with naming_failures(path, "read", "copy it again"):
-            weights |= load_file(path)
     with _no_init_weights(), memory_errors_as_config_errors(f"'{folder / MODEL_CONFIG_FILE}'"):
         decoder = config.build()
-    expected, found = (
-        {name: value.shape for name, value in tensors.items()}
-        for tensors in (distinct_tensors(decoder), weights)
-    )
-    require_fitting(folder, "this model", expected, found)
-    with open_weights(folder) as slices:  # whose dtypes have the names of safetensors
+    expected = {name: value.shape for name, value in distinct_tensors(decoder).items()}
+    with open_weights(folder) as slices:
+        found = {name: part.get_shape() for name, part in slices.items()}
+        require_fitting(folder, "this model", expected, found)
         names = (name for name, _ in decoder.named_parameters())
         require_floating(folder, {name: slices[name].get_dtype() for name in names})
+        weights = {name: part[...] for name, part in slices.items()}
     assign_weights(decoder, weights)
     return decoder.eval()
 
@@ -270,6 +281,15 @@ def no_tokenizer(folder: str | Path) -> ConfigError:
     return ConfigError(
         f"'{folder}' has no {TOKENIZER_FILE}, which turns text into tokens; put one there"
     )
+
+
+def require_known_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None:
+    """Raise ConfigError if the tokenizer in `folder` has an id that the model does not have."""
+    if max(ids) >= vocab_size:
+        raise ConfigError(
+            f"'{folder / TOKENIZER_FILE}' does not fit this model: it has token id {max(ids)}, but the "
+            f"vocabulary has {vocab_size} tokens; copy the tokenizer of this model"
+        )
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 
 from moe_ffn.config.base import MAX_COUNT
-from moe_ffn.config.errors import ConfigError, show
+from moe_ffn.config.errors import ConfigError, prefix_errors, show
 from moe_ffn.config.option_tree import differences, flatten
 from moe_ffn.config.yaml_files import validate
 from moe_ffn.experts import ExpertsConfig
@@ -35,7 +35,6 @@ from moe_ffn.weights.initialiser import (
     InitialiserConfig,
     build_block,
     layer_blocks,
-    prefix_errors,
     with_blocks,
 )
 

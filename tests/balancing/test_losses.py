@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_ffn import DecoderConfig
 from moe_ffn.balancing.losses import (
+    BALANCING_LOSSES,
     coupling_loss,
     importance_cv2_loss,
     load_balancing_loss,
@@ -216,6 +218,24 @@ def test_pooling_layers_of_different_sizes_is_rejected() -> None:
     )
     with pytest.raises(ValueError, match=message):
         pooled_load_balancing_loss([balanced(1, 4), balanced(1, 8)])
+
+
+def test_pooling_counts_the_experts_to_choose_from(make_routing: Any) -> None:
+    # Expert 3 of `with_always` processes every token.
+    with_always = make_routing([[0, 3], [1, 3], [2, 3]], 4, num_always=1)
+    without = make_routing([[0], [1], [2]], 3)
+    assert pooled_load_balancing_loss([without, with_always]).item() == pytest.approx(1)
+    with pytest.raises(ValueError, match=r"equally many experts in every layer, got 4, 3; use"):
+        pooled_load_balancing_loss([balanced(1, 4), with_always])
+    ffn, always = (
+        {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "num_always": n}}
+        for n in (0, 1)
+    )
+    infos = DecoderConfig.model_validate({"ffn": ffn, "ffn_at": {"1": always}}).router_infos()
+    routers = [(layer, info.router, info.num_experts) for layer, info in infos.items()]
+    reason = BALANCING_LOSSES["load_balance_pooled"].unsupported_reason(routers)
+    assert reason is not None
+    assert "got 3, 4;" in reason
 
 
 def test_the_load_loss_of_a_router_without_noise_is_rejected(make_routing: Any) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from moe_ffn.cli.command_line import parse_config, parse_overrides
 from moe_ffn.config.option_tree import flatten, merge
-from moe_ffn.config.yaml_files import to_yaml
+from moe_ffn.config.yaml_files import parse_yaml, to_yaml
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.optimizer import MuonConfig
@@ -47,6 +47,11 @@ MERGES = {
         "{max_time: '00:01:00:00'}",
         "{max_time: {hours: 2}}",
         "{max_time: {hours: 2}}",
+    ),
+    "a duration replaces another one": (
+        "{trainer: {max_time: {hours: 2}, max_steps: 9}}",
+        "{trainer: {max_time: {minutes: 30}}}",
+        "{trainer: {max_time: {minutes: 30}, max_steps: 9}}",
     ),
     "options over a path with a colon": (
         "{f: '/a:b/my.py:Own'}",
@@ -123,6 +128,14 @@ def test_no_way_to_swap_the_block_and_no_order_loses_an_option(argv: list[str]) 
     assert parse("--model.ffn.d_ff", "64", *argv) == wanted
 
 
+def test_a_duration_on_the_command_line_replaces_that_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("trainer: {max_time: {hours: 2}}\n")
+    argv = ("--config", str(tmp_path / "mine.yaml"), "--trainer.max_time")
+    assert parse(*argv, "{minutes: 30}").trainer.max_time == {"minutes": 30}
+    parts = parse(*argv, "{hours: 1}", "--trainer.max_time.minutes", "30").trainer.max_time
+    assert parts == {"hours": 1, "minutes": 30}
+
+
 # -- values
 
 
@@ -160,6 +173,13 @@ def test_values_are_yaml(text: str, value: object) -> None:
         parsed = parse_overrides(arguments)
         assert parsed == {"a": {"b": value}}
         assert type(parsed["a"]["b"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-3", "1.5e3", ".5", "16", "0x10", "null", "yes", "1:30", "2026-11-21", ""]
+)
+def test_text_that_looks_like_another_value_is_text_in_a_file(text: str) -> None:
+    assert parse_yaml(to_yaml({"name": text}), "run") == {"name": text}
 
 
 # -- the answers that are not a run

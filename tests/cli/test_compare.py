@@ -141,6 +141,19 @@ def test_arms_of_one_block_that_differ_in_its_options_have_names_of_their_own(
     assert row(out, "moe,num_experts=8")[:2] == ["2", "1.8500"]
 
 
+def test_a_baseline_that_is_left_out_is_missed_with_the_reason(study: Path) -> None:
+    for seed in range(3):
+        change(study / f"dense-seed{seed}" / "summary.json", validation_loss=None)
+
+    code, _, err = program(str(study))
+
+    assert code == 2
+    assert err == (
+        "error: baseline: there is no finished run of an arm 'dense'; the arms are moe; 3 runs are left out, "
+        f"the first since '{study}/dense-seed0' has no finite validation loss\n"
+    )
+
+
 def test_unfinished_runs_are_left_out_by_name(study: Path) -> None:
     (study / "moe-seed1" / "summary.json").unlink()
     change(study / "moe-seed2" / "summary.json", validation_loss=None)

@@ -170,6 +170,17 @@ def test_the_corpus_of_a_config_or_of_options_is_validated_on(
     assert of_model["loss"] == pytest.approx(own["loss"], abs=1e-6)  # in other batches
 
 
+def test_the_text_of_a_run_may_be_prepared_in_another_cache(
+    figures: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    run = trained()
+    code, out, _ = evaluate(run, "--data.cache_dir", tmp_path / "cache")
+
+    assert code == 0
+    assert f"{figures(run)['loss']:.4f} nats" in out
+    assert any((tmp_path / "cache").iterdir())
+
+
 # -- other k
 
 ELASTIC = {"model__ffn": "{type: moe, num_experts: 4, router: {type: elastic_top_k, k_max: 4}}"}

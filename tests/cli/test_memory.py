@@ -145,6 +145,7 @@ ON_GPU = {"trainer": {"accelerator": "gpu"}}
         ({"optimizer": {"type": "adamw"}}, 4),  # two means
         ({"optimizer": {"type": "sgd"}}, 3),
         ({"optimizer": {"type": "adamw"}, "trainer": {"precision": "bf16-true"}}, 2),
+        ({"optimizer": {"type": "adamw"}, "trainer": {"precision": "64-true"}}, 8),
     ],
 )
 def test_cpu_training_is_rejected_when_its_states_exceed_memory(
@@ -158,7 +159,7 @@ def test_cpu_training_is_rejected_when_its_states_exceed_memory(
     monkeypatch.setattr(memory, "memory_limit", lambda: needed - 1)
     with pytest.raises(ConfigError) as raised:
         check_fits(config)
-    own = gigabytes(4 * num_params // (2 if tensors == 2 else 1))
+    own = gigabytes({2: 2, 8: 8}.get(tensors, 4) * num_params)
     assert str(raised.value) == (
         f"model: {num_params:,} parameters take {own}, and {gigabytes(needed)} with gradients and the state "
         f"of optimizer.type '{kind}', but this process may have {gigabytes(needed - 1)} of memory; "

@@ -111,6 +111,9 @@ MISTAKES = {
     "evaluate untold --data text.txt": (
         "'untold' has no tokenizer.json, which turns text into tokens; put one there"
     ),
+    "evaluate untold --data.corpus.type stdlib": (
+        "'untold' has no tokenizer.json, which turns text into tokens; put one there"
+    ),
     "evaluate theirs --data text.txt": (
         "'theirs' is not a run: it has no config.yaml; it is a model of transformers: moe-ffn convert theirs "
         "NEW makes a model folder of it"
@@ -136,7 +139,8 @@ MISTAKES = {
     "evaluate run --device tpu9": "--device: 'tpu9' is not available; give cpu...",
     "evaluate run --device meta": "--device: 'meta' is not available...",
     "evaluate small --data text.txt": (
-        "'small': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model"
+        "'small/tokenizer.json' does not fit this model: it has token id 256, but the vocabulary has 200 "
+        "tokens; copy the tokenizer of this model"
     ),
     "evaluate run --tasks empty": (
         "--tasks: 'empty' has no task file of lm-eval (.yaml); give another folder..."
@@ -146,12 +150,13 @@ MISTAKES = {
         "--prompt: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a shorter text"
     ),
     "generate small --prompt a": (
-        "'small': its tokenizer.json has 257 tokens and its model 200; put back the tokenizer of this model"
+        "'small/tokenizer.json' does not fit this model: it has token id 256, but the vocabulary has 200 "
+        "tokens; copy the tokenizer of this model"
     ),
     "generate run --prompt ''": "prompt: must not be empty...",
     "generate run --prompt a --stop ''": "stop.0: must not be empty...",
     "generate run --prompt a --top-p 1.5": "top_p: must be at most 1.0, got 1.5",
-    "generate --prompt -3 -- --promt": "'--promt' does not exist; give the folder of a run...",
+    "generate --prompt -3 -- --promt": "'--promt' does not exist; give the folder of a model or of a run",
     "generate run --prompt \udcff": r"prompt: must be UTF-8 text, got '\udcff'",
     "generate run --num-tokens -1": "num_tokens: must be at least 0, got -1",
     "generate run --temperature .nan": "temperature: must be a finite number, got nan",
@@ -173,7 +178,7 @@ MISTAKES = {
         "...--source: names 1 folder, but method.type 'mix' takes two or more..."
     ),
     "initialise --source none --output new": (
-        "--source: 'none' is not there; give the folder of a model or of a run"
+        "--source: 'none' does not exist; give the folder of a model or of a run"
     ),
     "initialise --source sparse --output new --method.type prune": (
         "data: 'sparse' does not name its training text; give a text, such as ..."
@@ -217,6 +222,7 @@ MISTAKES = {
         "--output: 'runs' cannot be written (Is a directory); choose another file"
     ),
     "report --watch runs": f"'runs' {NO_RUN}",
+    "report run --every 5": "--every: needs --watch; add it, or leave --every out",
     "report run --watch --every 0": "--every: must be from 0.1 to 86400 seconds, got 0.0",
     "report run --watch --every inf": "--every: must be from 0.1 to 86400 seconds, got inf",
     "report run --watch --every soon": "--every: invalid float value: 'soon'",

@@ -171,9 +171,9 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
         "moe-ffn sweep --config which.yaml, and give --runs runs/which"
     )
     assert "'nowhere' does not exist" in page("which.yaml", "--runs", "nowhere").mistake
-    assert (
-        "--runs: needs exactly one study" in page("which.yaml", "which.yaml", "--runs", "x").mistake
-    )
+    for studies in ((), ("which.yaml", "which.yaml")):
+        wrong = page(*studies, "--runs", "x", "--leaderboard", "board.md").mistake
+        assert f"--runs: needs exactly one study, got {len(studies)}; give one" in wrong
     assert "'no.yaml': No such file" in page("no.yaml").mistake
     (tmp_path / "docs" / "studies" / "which").mkdir(parents=True)
     folder = tmp_path / "docs" / "studies" / "which"

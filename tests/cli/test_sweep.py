@@ -164,7 +164,7 @@ def test_numbers_are_short_in_thousands() -> None:
 @pytest.fixture
 def _untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program writes its study, and trains nothing."""
-    monkeypatch.setattr(sweep, "train_sweep", lambda sweep: 0)
+    monkeypatch.setattr(sweep, "train_sweep", lambda *given: 0)
 
 
 @pytest.mark.usefixtures("_untrained")
@@ -342,6 +342,25 @@ def test_processes_share_the_cores_and_a_group_of_wandb(
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", start)
     assert [*Sweep([only.jobs[0].run], num_at_once=2).advance()]
     assert found == [(expected, only.jobs[0].run.folder.parent.name)]
+
+
+@pytest.mark.parametrize("name", ["", "mine"])
+def test_an_interrupted_sweep_of_files_is_resumed_by_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --name, the time names the folder, so the same command would begin another."""
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sweep, "run", interrupt)
+    (tmp_path / "dense.yaml").write_text("model: {ffn: dense}\n")
+    code, out, _ = program("dense.yaml", *(["--name", name] if name else []))
+
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert code == 130
+    more = "" if name else f" with --name {folder.name}"
+    assert out.endswith(f"0 of 1 runs are done; the same command{more} resumes the rest\n")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moe_ffn
-from moe_ffn.cli.trace import trace_folder
 from moe_ffn.data.tokenizer import BytesConfig
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.model.generate import generate
+from moe_ffn.report.trace import trace_text
 from moe_ffn.runs.reader import load_model
 from tests.helpers import theirs
 from tests.helpers.tiny_runs import cli, trained
@@ -94,6 +95,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         "model.safetensors' cannot be read (Error while deserializing header: ",
     ),
     "deeper": (with_config(num_hidden_layers=4), "has no weight 'model.layers.3"),
+    "more experts per token than experts": (
+        with_config(num_experts_per_tok=9),
+        "config.json': num_experts_per_tok (9) must not exceed the number of experts (6); lower it",
+    ),
     "dense": (dense, "LlamaForCausalLM can be watched: it has none of our blocks, and no experts"),
 }
 
@@ -171,9 +176,11 @@ def test_the_trace_has_the_experts_of_every_token(length: int) -> None:
     ends = range(
         LENGTH + 1, 7 + length
     )  # beyond the context, each is the last of what the model saw
+    run = load_model(trained())
+    trace = partial(trace_text, run.folder, run.decoder, run.tokenizer)
     tokens = [
-        *trace_folder(trained(), written[:LENGTH]).tokens,
-        *(trace_folder(trained(), written[end - LENGTH : end]).tokens[-1] for end in ends),
+        *trace(written[:LENGTH]).tokens,
+        *(trace(written[end - LENGTH : end]).tokens[-1] for end in ends),
     ]
     assert len(rows) == 6 + length
     for row, token in zip(rows, tokens, strict=True):

@@ -18,8 +18,16 @@ from rich.console import Console
 
 from moe_ffn.cli.demo import MODEL
 from moe_ffn.cli.demo import TEXT as DEMO_TEXT
-from moe_ffn.cli.trace import trace_folder
-from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, visible
+from moe_ffn.report.trace import (
+    Choice,
+    Layer,
+    Prediction,
+    TextTrace,
+    TokenTrace,
+    Visit,
+    trace_text,
+    visible,
+)
 from moe_ffn.report.trace_view import colour_of, findings, legend, page, table
 from moe_ffn.runs.reader import load_model
 from moe_ffn.weights.pretrained import load_pretrained, load_tokenizer
@@ -47,8 +55,8 @@ def test_the_way_is_that_of_the_run_s_own_scores_and_the_next_token_the_most_pro
     moe_run: Any,
 ) -> None:
     """Top-2 and a capacity, recomputed from the scores token by token."""
-    way = trace_folder(moe_run.folder, TEXT.encode())
     run = load_model(moe_run.folder)
+    way = trace_text(run.folder, run.decoder, run.tokenizer, TEXT.encode())
     ids = list(TEXT.encode())
     with torch.no_grad():
         output = run.decoder(torch.tensor([ids]))
@@ -82,8 +90,8 @@ def test_the_way_is_that_of_the_run_s_own_scores_and_the_next_token_the_most_pro
 
 def test_a_token_comes_inside_a_mixture_of_depths_if_it_is_let_through(depths_run: Path) -> None:
     text = "abcdefghij"
-    way = trace_folder(depths_run, text.encode())
     run = load_model(depths_run)
+    way = trace_text(run.folder, run.decoder, run.tokenizer, text.encode())
     seen: list[Any] = []
     inside = cast("Any", run.decoder.layers[1]).ffn.ffn
     inside.register_forward_hook(lambda module, args, output: seen.append((args[1], output)))

@@ -105,6 +105,22 @@ def test_import_paths_that_lead_nowhere_are_rejected(tag: str, message: str) -> 
     assert message in line
 
 
+def test_a_class_with_its_own_tag_says_how_to_use_its_import_path(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        f"from typing import Literal\nfrom {OWN} import Square\n"
+        "class Own(Square, frozen=True):\n    type: Literal['own'] = 'own'\n"
+    )
+    try:
+        (line,) = mistakes(Drawing, {"shape": f"{path}:Own"})
+    finally:
+        del Shape.members["own"]
+    assert line.startswith("shape.type: must be one of 'own', got '/")
+    assert line.endswith("; annotate `type: str` in Own to use its import path")
+    path.write_text(path.read_text().replace("Literal['own'] = 'own'", "str"))
+    assert Drawing.model_validate({"shape": f"{path}:Own"}).shape.area() == Square().area()
+
+
 def test_a_file_is_imported_once(tmp_path: Path) -> None:
     path = tmp_path / "own shape.py"
     path.write_text(

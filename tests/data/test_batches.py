@@ -334,9 +334,14 @@ def test_given_splits_are_kept_and_training_loses_what_validation_holds() -> Non
     assert [piece.text for piece in pieces if piece.split == "validation"] == [b"x", b"", b"z", b""]
 
 
-def test_a_given_split_without_text_is_rejected() -> None:
-    corpus = [Document("a", [b"x"], "train"), Document("b", [b"x"], "validation")]
-    message = r"data\.corpus: every text of the train split is in the other split too"
+@pytest.mark.parametrize(
+    ("train", "validation", "named"), [(b"x", b"x", "train"), (b"x", b"", "validation")]
+)
+def test_a_given_split_without_text_is_rejected(
+    train: bytes, validation: bytes, named: str
+) -> None:
+    corpus = [Document("a", [train], "train"), Document("b", [validation], "validation")]
+    message = rf"data\.corpus: the {named} split has no text that the other one lacks; name other"
     with pytest.raises(ConfigError, match=message):
         plan_split(corpus, 5)
 

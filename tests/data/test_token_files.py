@@ -134,6 +134,13 @@ def test_ids_of_a_given_type_are_read_from_a_file_of_any_name(tmp_path: Path) ->
     assert np.array_equal(data.train[:], IDS[:950])
 
 
+def test_ids_of_64_bits_without_a_sign_stay_integers(folder: Path) -> None:
+    np.save(folder / "b.npy", IDS[300:301].astype(np.uint64))
+    row = row_of(folder)
+    assert row.dtype == row[299:302].dtype == np.int64, "float64 would hold those of both types"
+    assert row[299:302].tolist() == IDS[299:302].tolist()
+
+
 def test_a_tokenizer_of_another_program_or_run_is_read(tmp_path: Path) -> None:
     bpe = train_bpe([b"the theme of the thesis " * 20], vocab_size=512)
     stored = bpe.to_dict()
@@ -163,6 +170,13 @@ def test_ids_beyond_the_vocabulary_are_rejected(folder: Path, split: str, place:
     assert unsupported(config_of(folder, corpus=corpus)) == (
         f"data.corpus: '{folder / 'b.bin'}' holds the token 300, but data.tokenizer has a vocabulary of 257; "
         "give the tokenizer that made the file: data.tokenizer {type: file, path: tokenizer.json}"
+    )
+
+
+def test_negative_ids_are_rejected(folder: Path) -> None:
+    np.save(folder / "b.npy", np.array([3, -100]))
+    assert unsupported(config_of(folder)) == (
+        f"data.corpus: '{folder / 'b.npy'}' holds the token -100; leave out padding, since ids begin at 0"
     )
 
 

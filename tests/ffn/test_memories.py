@@ -28,6 +28,8 @@ hash: {type: moe, num_experts: 4, router: {type: hash, k: 2}}
 full experts: {type: moe, num_experts: 4, capacity: {factor: 0.5, eval_factor: 0.5}}
 shared expert: {type: moe, num_experts: 4, shared_expert: dense}
 clamped: {type: moe, num_experts: 2, experts: {type: clamped_swiglu}}
+rounded experts: {type: moe, num_experts: 4, experts: {type: fake_quantized, format: fp8, inputs: fp8,
+  experts: {type: swiglu, d_ff: 32}}}
 experts without a network: {type: moe, num_experts: 4, zero_computation: {num_zero: 2}}
 mixture of depths: {type: mixture_of_depths, ffn: swiglu}
 mixture of depths around an moe: {type: mixture_of_depths, ffn: {type: moe, num_experts: 4}}

@@ -115,6 +115,7 @@ def test_output_and_every_gradient_are_theirs(model: str, training: bool) -> Non
 
 OTHER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("axk1", {"norm_topk_prob": False}),
+    ("axk2", {"n_group": None, "topk_group": None}),
     ("beam", {"hidden_act": "gelu"}),
     ("cohere2_moe", {"expert_selection_fn": "softmax", "num_shared_experts": 0}),
     ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),

@@ -441,8 +441,8 @@ DIFFERENT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "adapter of fewer layers": (adapter_of(num_hidden_layers=1), "for which it lacks base_model.model"),
     "adapter of other widths": (adapter_of(moe_intermediate_size=20), "size mismatch for base_model"),
     "adapter as a pickle": (without_safetensors, "has no adapter_model.safetensors; save the adapter as"),
-    "nothing": (lambda folder: folder / "x", "is not there; give a run, a model folder of moe_ffn or of"),
-    "no model": (lambda folder: folder.parent, "is a folder; give a run, a model folder of moe_ffn"),
+    "nothing": (lambda folder: folder / "x", "x' does not exist; give the folder of a model or of a run"),
+    "no model": (lambda folder: folder.parent, "is not a run: it has no config.yaml; give the folder of a"),
 }  # fmt: skip
 
 

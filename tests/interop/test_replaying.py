@@ -204,6 +204,29 @@ def test_layers_and_tokens_that_are_not_given_choose_their_own_experts() -> None
     assert torch.equal(found_TK[::2], own["layer_00"].expert_ids_N.view(12, 2)[::2])
 
 
+def test_zaya_replays_the_experts_of_another_model_and_its_skipped_tokens() -> None:
+    model = model_of("zaya", {"num_experts_per_tok": 1})
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    torch.manual_seed(3)
+    for router in routers:
+        router.router_mlp.out_proj.weight.data.normal_()
+        router.balancing_biases[-1] = 0.0  # so that some tokens choose no expert
+    with watch(model) as passes, torch.no_grad():
+        expected = model(**BATCH).logits
+    for name, routing in passes[0].items():
+        assert set(routing.expert_ids_N.tolist()) > {4}, name
+    for router in routers:  # they change choices, not weights
+        router.balancing_biases.copy_(torch.tensor([0.0, 0.4, 0.0, 0.3, 0.2]))
+    with torch.no_grad():
+        assert (model(**BATCH).logits - expected).abs().max() > 1e-5
+        with replay(model, passes[0]), watch(model) as again:
+            assert torch.equal(model(**BATCH).logits, expected)
+    for name, routing in passes[0].items():
+        assert torch.equal(again[0][name].expert_ids_N, routing.expert_ids_N)
+    with pytest.raises(ConfigError, match="layer_00 has 5 experts, but the record has the id 5"):
+        replay(model, {"layer_00": torch.full((12, 1), 5)}).__enter__()
+
+
 # -- our own blocks
 
 
@@ -279,6 +302,15 @@ def test_a_record_of_something_else_is_rejected(experts: Any, message: str) -> N
         model(**BATCH)
     kinds = ("_forward_hooks", "_forward_pre_hooks")
     assert not any(getattr(module, kind) for module in model.modules() for kind in kinds)
+
+
+@pytest.mark.parametrize("num_given", [1, 2, 4])
+def test_our_blocks_take_as_many_experts_as_their_router_lists(num_given: int) -> None:
+    model = ours(num_always=1)
+    ids = torch.arange(num_given).expand(12, num_given)
+    message = f"layer_01 has 3 experts for each of 12 tokens, but the record has {num_given};"
+    with pytest.raises(ConfigError, match=message), replay(model, {"layer_01": ids}):
+        model(IDS_BS)
 
 
 def test_a_router_that_cannot_replay_is_named() -> None:

@@ -68,6 +68,21 @@ def test_values_are_means_over_batches(make_routing: Any) -> None:
     assert values["router_z"].item() == pytest.approx(0.480453, abs=1e-6)
 
 
+def test_experts_of_every_token_count_in_the_load_but_not_in_its_balance(make_routing: Any) -> None:
+    # Three of four tokens choose expert 0, one expert 1, none expert 2; expert 3 processes all of them.
+    routing = make_routing([[0, 3], [0, 3], [0, 3], [1, 3]], 4, sequence_length=2, num_always=1)
+    # C = ceil(4 / 3) = 2 pairs of each chosen expert: one of 4 is dropped, 3 of 6 places taken.
+    dropped = drop_over_capacity(routing, 1.0, by_position)
+    values = measure(4, dropped, dropped, factors=(1.0, 1.0))
+    assert values["load"].tolist() == [3 / 8, 1 / 8, 0, 4 / 8]
+    assert values["experts_per_token"].item() == 2
+    assert values["max_violation"].item() == pytest.approx(3 / (4 / 3) - 1)
+    assert values["load_cv"].item() == pytest.approx(math.sqrt(42 / 27) / (4 / 3))
+    # The first sequence chooses expert 0 alone, the second one 0 and 1.
+    assert values["sequence_max_violation"].item() == pytest.approx((2 + 0.5) / 2)
+    assert values["capacity_used"].item() == pytest.approx(3 / 6)
+
+
 def test_every_measure_that_applies_is_there(make_routing: Any) -> None:
     values = measure(3, make_routing([[0], [1]], 3))
     assert set(values) == {
@@ -88,6 +103,16 @@ def test_metrics_keep_no_autograd_graph(route_logits: Any, kind: Callable[[int],
         assert isinstance(state, Tensor)
         assert not state.requires_grad, name
     assert not any(value.requires_grad for value in metric.compute().values())
+
+
+def test_sums_are_not_rounded_in_a_converted_model(make_routing: Any) -> None:
+    routing = make_routing([[0], [1]] * 50, 2)
+    metrics, converted = TokenMetrics(2), TokenMetrics(2)
+    torch.nn.ModuleDict({"metrics": converted}).to(torch.bfloat16)
+    for metric in (metrics, converted):
+        for _ in range(600):  # in bfloat16, a sum stops growing at 256 times a summand
+            metric.update(routing)
+    assert converted.compute() == metrics.compute()
 
 
 def test_batches_weigh_by_their_pairs(make_routing: Any) -> None:

@@ -123,6 +123,12 @@ OTHER_K: dict[str, Any] = {
         "experts": {"type": "latent", "width": 8, "experts": "swiglu"},
         "shared_expert": "swiglu",
     },
+    "average": {
+        "type": "moe",
+        "num_experts": 4,
+        "shared_expert": "swiglu",
+        "combine": "average",
+    },
     "chain": {"type": "chain_of_experts", "ffn": {"num_experts": 4}},
     "inner": {
         "type": "mixture_of_depths",
@@ -146,6 +152,9 @@ def test_another_k_is_used_by_layer_and_counted(ffn: Any) -> None:
             k = 1 if layer_number(name) == 1 else 3
             assert routing.active_N.sum() == k * routing.num_real_tokens, name
     assert model.config.num_params(VOCAB, MAX_LEN) == sizes
+    saved = model.config.build(VOCAB, MAX_LEN).eval()
+    saved.load_state_dict(model.state_dict())
+    assert torch.equal(saved(some_ids(2, 8)).logits, model(some_ids(2, 8)).logits)
     if ffn["type"] == "moe":
         seen, square = (
             model.config.attention.flops_per_token(16, 8, causal) for causal in (True, False)

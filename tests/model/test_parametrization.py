@@ -292,6 +292,8 @@ MISTAKES = """
     model.widht: unknown
 --option seed --sizes 1 2
     --option (seed): must be a size of the model; give one, such as model.num_layers
+--sizes 8 16 --init_from runs/mine
+    init_from (runs/mine): each size begins with weights of its own; leave it out
 --sizes 8 9
     model: attention.num_heads (4) must divide d_model (9), or set attention.head_dim
 """
@@ -320,16 +322,22 @@ def test_scores_follow_the_width_of_a_head(
 
 
 @both
-def test_a_row_of_the_router_does_not_depend_on_the_number_of_experts(optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("router_type", "name"),
+    [("top_k", "projection"), ("noisy_top_k", "noise"), ("neuron_top_k", "gate")],
+)
+def test_a_row_of_the_router_does_not_depend_on_the_number_of_experts(
+    optimizer: str, router_type: str, name: str
+) -> None:
     found: list[tuple[float, float]] = []
     for num_experts in (4, 8, 128):
         own = config(
             model__parametrization=COMPLETEP,
-            model__ffn={**MOE, "num_experts": num_experts},
+            model__ffn={**MOE, "num_experts": num_experts, "router": router_type},
             optimizer={"type": optimizer, "learning_rate": 1.0},
         )
         model = build(own)
-        router = model.get_parameter("layers.0.ffn.router.projection.weight")
+        router = model.get_parameter(f"layers.0.ffn.router.{name}.weight")
         (rate,) = (
             group["lr"]
             for group in own.optimizer.build(model).param_groups
@@ -405,6 +413,16 @@ def test_every_parameter_belongs_to_a_part() -> None:
     assert {name: found[name] for name in expected} == expected
     assert set(found.values()) <= set(get_args(Part))
     assert len(found) == len(list(model.parameters()))
+
+
+def test_all_routers_of_a_chain_are_routers_and_a_gate_of_outputs_is_no_hidden_unit() -> None:
+    ffn = {"type": "moe", "num_experts": 4, "shared_expert": "swiglu", "combine": "sigmoid_gate"}
+    chain = {"type": "chain_of_experts", "rounds": 3, "ffn": ffn}
+    found = parts_of(build(config(model__ffn=chain)))
+    for router in ("ffn.router", "later_routers.0", "later_routers.1"):
+        assert found[f"layers.0.ffn.{router}.projection.weight"] == "router"
+    assert found["layers.0.ffn.ffn.combine.gate.weight"] == "other"
+    assert found["layers.0.ffn.ffn.shared_expert.gate.weight"] == "ffn_up"
 
 
 GROUPS = {"router": {"learning_rate_factor": 0.5}, "norms": {"weight_decay": 0.25}}

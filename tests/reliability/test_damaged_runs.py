@@ -86,7 +86,7 @@ def expected() -> tuple[TrainConfig, PreparedData, LanguageModel]:
 
 def start_of(folder: Path) -> ResumePoint:
     config, data, module = expected()
-    return find_resume_point(folder, config, data, module, config.trainer.max_steps)
+    return find_resume_point(folder, config, data, module, config.trainer)
 
 
 MARKER = "code-was-run"

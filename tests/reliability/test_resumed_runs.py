@@ -160,6 +160,10 @@ def test_a_run_that_its_time_ended_in_an_accumulation_window_is_resumed(tmp_path
     resume = ("--resume", str(tmp_path / "runs/run"))
     rejected = "is finished; change trainer.max_time, which ended it early, to train on, or"
     assert rejected in run_here(*resume, "--trainer.max_steps", "12").mistake
+    longer = run_here(*resume, "--trainer.max_steps", "28")
+    spent = "(01:00:00:00): the run has trained for 11574 days, 1:46:40 already; give more, or null"
+    assert longer.code == 2
+    assert longer.own_lines == [f"error: trainer.max_time {spent}"]
 
     train(*resume, "--trainer.max_time=null")
 

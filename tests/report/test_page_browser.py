@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,9 +34,11 @@ from tests.helpers.browser import DESKTOP, PHONE, Opened, opened
 from tests.helpers.synthetic_run import (
     LETTERS,
     age,
+    change,
     decoder_of,
     raise_alarms,
     random_text,
+    write_arm,
     write_run,
 )
 
@@ -178,6 +181,18 @@ def check_texts(page: Page) -> None:
     assert found == []
 
 
+def test_long_words_of_a_comparison_fit_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+    for arm in (50 * "g", "swiglu"):
+        write_arm(tmp_path / "runs", arm, [2.0, 2.1])
+    runs = sorted((tmp_path / "runs").iterdir())
+    for number, run in enumerate(runs):
+        change(run / "facts.json", git_revision=64 * str(number))
+    write_report(html_of_runs, runs, tmp_path / "page.html")
+    with drawn(browser, tmp_path / "page.html", width=PHONE) as found:
+        assert 64 * "0" in found.page.locator(".verdict").first.inner_text()
+        assert found.overflow == 0
+
+
 CONTRAST = """() => {
     const rgb = css => css.match(/[\\d.]+/g).slice(0, 3).map(Number);
     const light = css => rgb(css)
@@ -289,6 +304,32 @@ def test_a_reloading_page_keeps_its_scroll_position(browser: Browser, tmp_path: 
         page.wait_for_timeout(1_300)
         assert page.evaluate("window.held") is True
         assert found.errors == []
+
+
+@pytest.mark.slow
+def test_a_reload_with_a_new_sample_keeps_open_what_was_opened(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", layers=1, experts=4, rows=40, is_finished=False)
+    output = tmp_path / "report.html"
+
+    def write_with(num_samples: int) -> None:
+        lines = [{"step": n, "prompt": "def", "text": " f"} for n in range(1, num_samples + 1)]
+        (run / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        write_report(report_html, [run], output, reload_every=1)
+
+    write_with(5)
+    with drawn(browser, output) as found:
+        page = found.page
+        page.locator("summary", has_text="config.yaml").click()
+        page.locator("summary", has_text="step 3").click()
+        write_with(6)
+        page.wait_for_selector("html[data-drawn] summary:has-text('step 6')", timeout=10_000)
+        opened = page.eval_on_selector_all(
+            "details[open] > summary", "all => all.map((summary) => summary.textContent)"
+        )
+
+    assert opened == ["step 1", "step 4", "step 5", "step 6", "config.yaml"]
 
 
 # -- the frame of the pages

@@ -75,6 +75,11 @@ def page_of(text: str, results: Sequence[RunResult]) -> dict[str, str]:
     return sections(study_page(study(text), results))
 
 
+def test_a_page_of_arms_that_are_compared_with_none_has_a_row() -> None:
+    text = f"{GATING}baselines: {{swiglu: null}}\n"
+    assert "| gelu: 2.1003 [" in study_page(study(text), gating(gelu=2.0, swiglu=1.9)).summary
+
+
 DATA = "read the same data in the same order"
 WEIGHTS = "begin with the same weights outside their feed-forward blocks"
 
@@ -187,6 +192,16 @@ def test_blocks_stand_side_by_side_at_each_size() -> None:
     assert {line.split()[0] for line in lines_of(page.figures["curves"])} == {"l_gelu", "l_moe"}
 
 
+def test_a_page_without_intervals_does_not_say_what_they_cover() -> None:
+    results = [run for run in gating(gelu=2.0, swiglu=1.9) if run.seed < 2]
+    limits = page_of(GATING, results)["What this does not show"]
+
+    assert "cover" not in limits
+    assert (
+        "No loss has an interval; other corpora and other learning rates were not tried." in limits
+    )
+
+
 def test_a_line_over_sizes_has_gaps_and_given_intervals() -> None:
     line = SizedLine("a", {1.0: [1.0], 2.0: [], 4.0: [3.0]}, margins={1.0: 0.5})
     figure: Any = over_sizes([line], "size", "title")
@@ -211,7 +226,8 @@ def test_the_answer_comes_first_and_results_of_other_arms_are_ignored(
     assert "relu" not in page.markdown
     with pytest.raises(ConfigError, match="gating: no result belongs to one of its arms, gelu"):
         study_page(study(GATING), with_another[-1:])
-    begun = page_of(GATING, gating(swiglu=1.9)[:1])
+    one = gating(swiglu=1.9)[0].model_copy(update={"window_losses": [1.8, 2.0]})
+    begun = page_of(GATING, [one])
     assert "swiglu: one run with one seed" in begun["Result"]
     assert "cover only windows of this text, not seeds," in begun["What this does not show"]
 
@@ -265,6 +281,12 @@ def test_arms_that_differ_along_the_axis_are_one_line() -> None:
     ]
     page = study_page(capacity, results)
     assert lines_of(page.figures["axis"]) == ["all arms"], "though one arm has no place on it"
+
+
+def test_an_axis_on_which_no_run_has_a_place_is_an_error() -> None:
+    text = f"{GATING}axis: d_model\n"
+    with pytest.raises(ConfigError, match=r"^axis \(d_model\): no run has such a positive number"):
+        study_page(study(text), gating(gelu=2.0, swiglu=1.9))
 
 
 def test_points_over_the_expansion_have_their_number_of_experts_and_round_ticks() -> None:

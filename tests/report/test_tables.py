@@ -177,7 +177,7 @@ def shown(
     }
     assert summary.keys() == Summary.model_fields.keys()
     callbacks: Any = SimpleNamespace(
-        steps=SimpleNamespace(not_judged=lambda: not_judged),
+        steps=SimpleNamespace(not_judged=lambda *, is_routed: not_judged if is_routed else ()),
         samples=SimpleNamespace(last="", prompt=""),
         checkpoints=SimpleNamespace(loss_of_best=loss_of_best),
     )
@@ -204,8 +204,10 @@ def test_a_run_that_ends_above_its_lowest_loss_names_that_loss(tmp_path: Path) -
 
 def test_rules_that_need_more_steps_are_listed(tmp_path: Path) -> None:
     too_short = "collapse, dropped pairs and dead experts need 50 steps, this run has 30"
-    assert f"\nnot judged yet: {too_short}\n" in shown(tmp_path, not_judged=[too_short])
-    assert "not judged" not in shown(tmp_path)
+    routing = {"layer_00": measured(0.5, 0.5)}
+    said = shown(tmp_path, not_judged=[too_short], routing=routing)
+    assert f"\nnot judged yet: {too_short}\n" in said
+    assert "not judged" not in shown(tmp_path, not_judged=[too_short])
 
 
 def test_the_screen_names_skipped_steps_and_alarms(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ import torch
 from playwright.sync_api import Browser
 from torch import Tensor
 
+from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.ffn import GatedConfig, MoEConfig
 from moe_ffn.ffn.base import RouterInfo
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.outputs import Routing, VariableKRouting
 from moe_ffn.report.trace import (
     Choice,
@@ -21,6 +23,7 @@ from moe_ffn.report.trace import (
     TextTrace,
     TokenTrace,
     Visit,
+    trace_text,
     unrouted_layers,
     visible,
     visits_by_layer,
@@ -198,6 +201,21 @@ def test_experts_without_a_network_are_called_what_they_do() -> None:
     info = ffn.router_infos()["routing"]
     assert info.expert_names() == ("0", "1", "zero2", "copy3", "copy4", "const5")
     assert RouterInfo(info.router, 3).expert_names() == ("0", "1", "2")
+
+
+def test_the_capacity_is_not_that_of_experts_of_every_token() -> None:
+    ffn = {
+        "type": "moe",
+        "num_experts": 4,
+        "router": {"type": "top_k", "k": 1, "num_always": 1},
+        "capacity": {"eval_factor": 1.0},
+    }
+    model = DecoderConfig.model_validate({"d_model": 8, "num_layers": 1, "ffn": ffn})
+
+    trace = trace_text(Path("run"), model.build(257, 8).eval(), BytesTokenizer(), b"abcdef")
+
+    (layer,) = trace.layers
+    assert layer.capacity == "factor 1.0, at most 2 pairs per expert, no limit for expert 3"
 
 
 def test_the_header_of_a_long_trace_stays_in_sight(browser: Browser, tmp_path: Path) -> None:

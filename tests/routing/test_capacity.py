@@ -174,6 +174,13 @@ def test_by_choice_first_choices_stay_before_any_second_one(make_routing: Any) -
     assert dropped(drop_over_capacity(routing, 1.0, by_position)) == [4]
 
 
+def test_by_choice_an_expert_of_every_token_is_no_choice(make_routing: Any) -> None:
+    # Expert 2 processes every token; both tokens choose expert 0 first, which has room for one.
+    weights = torch.tensor([0.5, 0.9, 0.5, 0.1])
+    routing = make_routing([[0, 2], [0, 2]], 3, num_always=1, weights_N=weights)
+    assert dropped(drop_over_capacity(routing, 1.0, by_choice)) == [2]
+
+
 def test_random_drops_follow_positions_in_evaluation() -> None:
     layer = build_ffn(
         {"type": "moe", "num_experts": 4, "capacity": {"eval_factor": 0.5, "drop": "random"}},

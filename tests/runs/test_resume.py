@@ -127,6 +127,12 @@ def test_a_finished_run_resumes_only_to_more_steps(make_run: MakeRun) -> None:
     assert found.changes == {"trainer.max_steps": (400, 500)}
 
 
+def test_a_folder_in_a_command_is_quoted(make_run: MakeRun) -> None:
+    folder = make_run("my run", written=1, finished=True)
+    with pytest.raises(ConfigError, match=r": moe-ffn report '.*runs/my run'; raise"):
+        find(str(folder))
+
+
 def test_a_config_that_was_cut_short_is_rejected(make_run: MakeRun) -> None:
     folder = make_run("cut", written=1)
     path = folder / "config.yaml"
@@ -458,6 +464,16 @@ def test_facts_keep_what_was_known_when_the_run_began(tmp_path: Path) -> None:
     facts = json.loads((folder / "facts.json").read_text())
     assert (facts["seed"], facts["precision"]) == (3, "32-true")
     assert facts["validation_sha256"] == new["validation_sha256"], "of the loss in the summary"
+
+
+def test_facts_name_the_precision_that_a_resumed_run_changed(tmp_path: Path) -> None:
+    (tmp_path / "facts.json").write_text(FACTS)
+    changes = {"trainer.precision": ("auto", "bf16-true")}
+    resume = Resume(tmp_path, TrainConfig(), changes, TrainConfig(), Facts())
+
+    rewind(resume, ResumePoint(), {"facts.json": json.dumps({"precision": "bf16-true"})})
+
+    assert Facts.read(tmp_path / "facts.json").precision == "bf16-true"
 
 
 def test_no_run_resumes_from_its_best_weights(moe_run: Any, unfinished: Path) -> None:

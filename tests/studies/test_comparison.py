@@ -10,7 +10,7 @@ import pytest
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.report.studies.comparison_tables import tables
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.studies.comparison import Comparison, first_step_at
+from moe_ffn.studies.comparison import Comparison, Tuning, first_step_at
 from moe_ffn.studies.differences import block_of, identity, option_differences, require_same_options
 from moe_ffn.studies.result import RunResult
 from tests.helpers.synthetic_run import SHA, make_result
@@ -65,6 +65,17 @@ def test_an_arm_summarises_all_its_runs_in_order_of_seed() -> None:
     assert arm.seeds == [2, 10]
     assert (arm.steps, arm.mean("peak_memory_bytes")) == (200, 2)
     assert arm.alarms == {"collapse": 3, "loss_spike": 1}
+
+
+def test_seeds_that_stop_at_other_steps_are_averaged_in_tokens_too() -> None:
+    """Of early stopping or a time limit; a step has 10 tokens."""
+    results = [make_result("a", seed, steps=steps) for seed, steps in enumerate((100, 300))]
+    (arm,) = Comparison.of(results, step_seconds={"a": 0.5}).arms
+
+    assert (arm.steps, arm.budget.tokens, arm.training_flops) == (200, 2000, 3 * 1000 * 2000)
+    assert arm.tokens_per_second == 20
+    assert arm.reached is not None
+    assert arm.reached.flops == 3 * 1000 * 2000
 
 
 def test_verdicts_follow_from_the_intervals() -> None:
@@ -402,6 +413,16 @@ def test_an_arm_may_have_another_baseline_or_none() -> None:
     assert [arm.base for arm in Comparison.of(gating(), baselines={"relu": None}).arms][2] is None
 
 
+def test_arms_that_are_compared_with_none_are_described_alone() -> None:
+    found = Comparison.of(gating(), baselines={"swiglu": None, "relu": None})
+
+    assert [verdict.partition(" [")[0] for verdict in found.verdicts] == [
+        "gelu: 2.0200",
+        "swiglu: 1.9196",
+        "relu: 2.0165",
+    ]
+
+
 def test_seconds_are_of_one_kind() -> None:
     results = [make_result(arm, 0, 2.0, step_seconds=10.0) for arm in ("a", "b")]
     timed = Comparison.of(results, step_seconds={"a": 0.1, "b": 2.0})
@@ -465,14 +486,58 @@ def test_few_tuning_seeds_cannot_resolve_a_small_difference(num_seeds: int, said
 
 def test_blocks_are_tuned_too() -> None:
     results = [
-        make_result(f"a{n}", 0, loss, main_arm="a", tuning=tuning)
-        for n, (loss, tuning) in enumerate([(2.0, {}), (1.9, {"model.ffn": {"type": "moe"}})])
+        make_result(f"a{n}", 0, loss, main_arm="a", tuning=tuning, options=tuning)
+        for n, (loss, tuning) in enumerate([(2.0, {}), (1.9, {"model.ffn": {"type": "swiglu"}})])
     ]
     results[0] = results[0].model_copy(update={"arm": "a"})
     (table,) = Comparison.of(results).tuning
     assert [*table.losses["a"].values()] == [1.9, 2.0]
-    assert '{"type": "moe"}' in table.values
+    assert '{"type": "swiglu"}' in table.values
     assert table.verdicts[-1].endswith("in one seed.")
+
+
+def test_a_block_of_the_compared_runs_has_the_name_that_the_tuning_gives_it() -> None:
+    """A tuning run that equals a compared run is not trained, so only its other seeds name the block."""
+    short = {k: {"type": "top_k", "k": k} for k in (1, 2)}
+    results = [
+        make_result(
+            f"a,k={k}" if is_tuned else "a",
+            seed,
+            2.0 - k / 10,
+            main_arm="a",
+            tuning={"model.ffn.router": short[k]} if is_tuned else {},
+            options={"model.ffn.router": short[k] | {"scale": 1.0}},
+        )
+        for k, seed, is_tuned in [(2, 0, False), (2, 1, True), (1, 0, True), (1, 1, True)]
+    ]
+
+    (table,) = Comparison.of(results).tuning
+
+    assert table.own == {"a": '{"k": 2, "type": "top_k"}'}
+    assert table.losses == {
+        "a": {'{"k": 2, "type": "top_k"}': 1.8, '{"k": 1, "type": "top_k"}': 1.9}
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "is_at_an_end"),
+    [
+        ("0.01 0.02 0.04", "0.01", True),
+        ("0.01 0.02 0.04", "0.02", False),
+        ("0.005 0.01 0.02", "0.01", False),
+        ("0.02 0.01 0.005", "0.02", True),
+        ("dense moe swiglu", "dense", False),
+        ("1,0.1 2,0.1 4,0.1", "2,0.1", False),
+        ("1,0 1,1 1,2 2,0 2,1 2,2 4,0 4,1 4,2", "2,2", True),
+        ("1,0 1,1 1,2 2,0 2,1 2,2 4,0 4,1 4,2", "2,1", False),
+    ],
+)
+def test_a_best_value_is_at_the_end_of_the_numbers_that_its_arm_tried(
+    values: str, best: str, is_at_an_end: bool
+) -> None:
+    losses = {v.replace(",", ", "): {0: 1.0 if v == best else 2.0} for v in values.split()}
+    tuned = Tuning("rate", ["0.001", *losses, "1.0"], {"a": losses}, {"a": best})
+    assert tuned.at_an_end == ["a"] * is_at_an_end
 
 
 # -- problems
@@ -607,6 +672,16 @@ def test_notes_report_different_token_counts_and_machines() -> None:
         "The runs differ in threads (1, 2): seconds are not comparable, and losses differ slightly.",
         "The runs differ in precision (32-true, bf16-mixed): losses and seconds may depend on it.",
     } <= set(Comparison.of(results).notes)
+
+
+def test_seconds_that_were_timed_apart_do_not_depend_on_the_machines_of_the_runs() -> None:
+    results = [make_result(arm, 0, machine={"gpu": arm}) for arm in ("a", "b")]
+    timed = Comparison.of(results, step_seconds={"a": 1.0, "b": 2.0})
+
+    assert (
+        "The runs differ in gpu (a, b): seconds are not comparable." in Comparison.of(results).notes
+    )
+    assert "The runs differ in gpu (a, b): seconds of the runs are not comparable." in timed.notes
 
 
 def test_code_that_a_result_names_is_not_run(tmp_path: Path) -> None:

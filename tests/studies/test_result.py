@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -259,14 +260,19 @@ def test_a_budget_by_hand() -> None:
 # -- the step that is timed is the step of training; what is made of the seconds, by a clock that is given
 
 
+@pytest.mark.parametrize(
+    "objective",
+    ["{}", "{load_balance_global: 1.0}", "{coupling: {weight: 1.0, alpha: 0.1, noise: false}}"],
+)
 def test_six_timed_steps_are_a_run_of_six_steps(
-    run_train: Callable[..., Any], tmp_path: Path
+    objective: str, run_train: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Accumulated, clipped and on its schedule: the weights are equal."""
     # Steps of SGD are as long as the gradient, and some gradients here are longer than 1 and some are not.
     sgd = "{type: sgd, learning_rate: 0.5, schedule: {type: cosine, warmup_steps: 4}}"
     flags = ["--trainer.accumulate_grad_batches", "3", "--trainer.gradient_clip_val", "1.0"]
     flags += ["--trainer.max_steps", "6", "--optimizer", sgd, "--seed", "5"]
+    flags += ["--objective", objective]
     done = run_train(tmp_path, *flags)
     assert done.code == 0, done.stderr
     saved = read_checkpoint(newest_first(done.folder / "checkpoints")[0])["state_dict"]
@@ -297,6 +303,32 @@ def test_a_timed_step_has_the_precision_of_the_run(
     training.step()
 
     assert seen == [dtype]
+
+
+def test_a_timed_step_of_a_model_that_is_not_causal_masks_tokens(
+    tiny_yaml: Path, tmp_path: Path
+) -> None:
+    options = parse_yaml(tiny_yaml.read_text(), "tiny")
+    options["data"]["cache_dir"] = str(tmp_path)
+    options["model"]["causal"] = False
+    config = validate(TrainConfig, options)
+    training = Training(config, prepare(config.data), torch.device("cpu"))
+    read: list[torch.Tensor] = []
+    training.model.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+
+    training.step()
+
+    assert (read[0] == training.model.mask_token_id).any()
+
+
+def test_an_arm_with_a_teacher_is_not_timed_without_it(tiny_yaml: Path, tmp_path: Path) -> None:
+    options = parse_yaml(tiny_yaml.read_text(), "tiny")
+    options["data"]["cache_dir"] = str(tmp_path)
+    options["objective"] = {"distill": {"teacher": "runs/teacher"}}
+    config = validate(TrainConfig, options)
+
+    with pytest.raises(ConfigError, match=r"^objective\.distill .*has no teacher"):
+        Training(config, prepare(config.data), torch.device("cpu"))
 
 
 TIMED = """
@@ -467,4 +499,11 @@ def test_arms_of_one_name_in_two_studies_keep_their_own_times(tmp_path: Path) ->
 
     assert not found.left_out, "the times are no result"
     assert found.step_seconds == {"few/moe": 0.1, "many/moe": 0.2}
-    assert [arm.step_seconds for arm in found.compare().arms] == [0.1, 0.2]
+    compared = found.compare()
+    assert [arm.step_seconds for arm in compared.arms] == [0.1, 0.2]
+    assert compared.notes[-1] == (
+        "The arms were timed in 2 sessions (few, many), which may differ in machine and load: compare "
+        "seconds and tokens/s only within one."
+    )
+    copied = gather([tmp_path / "few", shutil.copytree(tmp_path / "few", tmp_path / "copy")])
+    assert not any("sessions" in note for note in copied.compare().notes)

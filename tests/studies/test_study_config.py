@@ -309,6 +309,23 @@ def test_training_flops_give_the_nearest_whole_step(steps: float, solved: int | 
         assert planned(text)["a-seed0"].config.trainer.max_steps == solved
 
 
+@pytest.mark.parametrize("section", ["overrides", "arms.a", "grid", "tuning.grid"])
+def test_steps_beside_training_flops_are_rejected(section: str) -> None:
+    given = {"overrides": 5, "arms.a": 5, "grid": [5, 6], "tuning.grid": [5]}[section]
+    options: dict[str, Any] = {"arms": {"a": {}}, "training_flops": 1e12}
+    if section == "tuning.grid":
+        options["tuning"] = {"seeds": [0], "grid": {}}
+    nested = options
+    for key in section.split("."):
+        nested = nested.setdefault(key, {})
+    nested["trainer.max_steps"] = given
+    study = validate(StudyConfig, options)
+
+    option = f"{section}.trainer.max_steps".replace("overrides.", "--")
+    with pytest.raises(ConfigError, match=rf"^{option} \(5\).*training_flops \(1e\+12\)"):
+        study.planned_runs()
+
+
 def test_the_study_in_the_docs_is_one(tmp_path: Path) -> None:
     repository = Path(__file__).parents[2]
     text = (repository / "docs/howto/study.md").read_text(encoding="utf-8")

@@ -252,6 +252,14 @@ def test_a_difference_that_shrinks_while_the_runs_last_is_no_answer(tmp_path: Pa
         (["--resume", "runs/old"], r"'runs/old' has no which.yaml; give the folder of a search"),
         (["--resume", "runs/old", "--minutes", "5"], r"remove --data, --minutes and --seed"),
         (["--resume", "runs/old", "--seed", "0"], r"remove --data, --minutes and --seed"),
+        (
+            ["--resume", "runs/old", "--jobs", "2"],
+            r"^--jobs: is that of the resumed search; remove",
+        ),
+        (
+            ["--resume", "runs/old", "--name", "a"],
+            r"^--name: is that of the resumed search; remove",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(argv: list[str], message: str, tmp_path: Path) -> None:

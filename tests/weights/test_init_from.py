@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.weights.init_from import fit_weights, read_source
+from moe_ffn.weights.init_from import fit_weights, open_model, read_source
 from moe_ffn.weights.initialiser import CalibrationConfig
+from tests.helpers.tiny_runs import trained
 
 LENGTH = 16
 TEXT = [b"the cat sat on a mat, and the dog did not " * 40]
@@ -187,12 +189,12 @@ def test_unused_rows_of_a_vocabulary_are_no_obstacle_to_a_text_but_to_a_run(
 
 
 NO_MODELS: list[tuple[dict[str, str] | str | None, str]] = [
-    (None, r"init_from: '.*saved' is not there; give the folder of a model or of a run"),
-    ("a file", r"init_from: '.*saved' is a file; give the folder of a model or of a run"),
-    ({}, r"'.*saved' is neither a model folder of moe_ffn nor a run; give a folder that"),
+    (None, r"init_from: '.*saved' does not exist; give the folder of a model or of a run"),
+    ("a file", r"init_from: '.*saved' is a file, .*; give the folder of a model or of a run"),
+    ({}, r"'.*saved' is not a run: it has no config.yaml; give the folder of a model or of a run"),
     (
         {"config.json": '{"model_type": "mixtral"}'},
-        r"nor a run; it is a model of transformers: .*convert .*saved NEW makes a model folder",
+        r"not a run: .*; it is a model of transformers: .*convert .*saved NEW makes a model folder",
     ),
     (
         {"config.yaml": to_yaml(TrainConfig())},
@@ -215,3 +217,15 @@ def test_a_folder_that_holds_no_model_is_rejected(
             (path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_source(str(path), "init_from")
+
+
+def test_the_model_folder_of_a_run_replaces_its_checkpoints(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained(), tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
+
+    source, expected = read_source(str(run), "init_from"), open_model(trained()).decoder
+
+    assert source.folder == run
+    assert source.run is not None
+    for name, value in expected.state_dict().items():
+        assert torch.equal(source.decoder.state_dict()[name], value), name

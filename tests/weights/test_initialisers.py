@@ -441,6 +441,9 @@ def test_experts_follow_the_one_that_the_router_scores_alike() -> None:
 # -- mistakes
 
 
+GROUPS = {"num_groups": 3, "keep": 2}
+
+
 @pytest.mark.parametrize(
     ("method", "ffn", "message"),
     [
@@ -456,7 +459,8 @@ def test_experts_follow_the_one_that_the_router_scores_alike() -> None:
         ({"type": "carve", "num_experts": 5}, "swiglu", r"\(5\) and method.num_shared \(2\) .* \(24\)"),
         ({"type": "prune"}, "swiglu", "no layer of this model is of type 'moe'; use upcycle"),
         ({"type": "prune", "num_experts": 7}, "moe", r"method.num_experts \(7\) must not .* \(6\)"),
-        ({"type": "prune", "num_experts": 1}, "moe", r"layer 0: router.k \(2\) must not exceed"),
+        ({"type": "prune", "num_experts": 1}, "moe", r"layer 0: router.k .* \(1\); keep more experts$"),
+        ({"type": "merge", "num_experts": 2}, "groups", "router.k .* .2.; keep more experts$"),
         ({"type": "prune", "num_experts": 2}, "hash", "HashRouter has no row for each expert"),
         ({"type": "prune"}, "latent", "type 'latent' in layer 0 have no separate outputs; use random"),
         ({"type": "merge"}, "latent", "type 'latent' have no units that can be aligned; use prune"),
@@ -472,6 +476,11 @@ def test_mistakes_are_named(method: dict[str, Any], ffn: str, message: str) -> N
         "hash": {"type": "moe", "num_experts": 6, "router": "hash"},
         "keys": {"type": "moe", "num_experts": 9, "router": "product_key"},
         "latent": {"type": "moe", "num_experts": 6, "experts": {"type": "latent", "width": 4}},
+        "groups": {
+            "type": "moe",
+            "num_experts": 9,
+            "router": {"type": "top_k", "k": 4, "groups": GROUPS},
+        },
         "chain": {"type": "chain_of_experts", "ffn": {"type": "moe", "num_experts": 6}},
     }
     with pytest.raises(ConfigError, match=message):

@@ -267,6 +267,23 @@ def test_a_model_of_the_users_own_is_rejected_with_the_way_to_save_it(tmp_path: 
     assert not [*tmp_path.iterdir()]
 
 
+def test_another_k_is_saved_unless_the_folder_could_not_be_read(tmp_path: Path) -> None:
+    decoder, folder = decoder_of("bias"), tmp_path / "model"
+    decoder.set_k({":": 3})
+    moe_ffn.save_pretrained(decoder, folder)
+    assert torch.equal(logits(moe_ffn.load_pretrained(folder)), logits(decoder))
+    decoder.set_k({"1": 1})
+    with pytest.raises(
+        ConfigError,
+        match=r"^layer 1: renormalize \(true\) with k \(1\) makes every weight a constant 1, so the router "
+        r"would never learn, and no model folder may hold it; call set_k with a larger k before you save$",
+    ):
+        moe_ffn.save_pretrained(decoder, folder)
+    assert moe_ffn.load_pretrained(folder).config.router_infos()["layer_01"].router.describe() == (
+        "sigmoid_top_k k=3"
+    )
+
+
 @pytest.mark.parametrize("failing", ["config", "weights", "rename"])
 def test_an_existing_model_stays_until_the_new_one_is_written(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,11 +32,10 @@ from moe_ffn.interop.diff.models import (
     load,
     require_same_shape,
 )
-from moe_ffn.interop.hf_models import require_known_ids
 from moe_ffn.interop.replaying import read_experts, recorded_layers, replay, unable_to_replay
 from moe_ffn.interop.routings import watch
 from moe_ffn.outputs import Routing
-from moe_ffn.weights.pretrained import no_tokenizer
+from moe_ffn.weights.pretrained import no_tokenizer, require_known_ids
 
 __all__ = ["DTYPE_FLAGS", "ModelDifference", "diff", "two_digits"]
 

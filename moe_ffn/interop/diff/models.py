@@ -36,14 +36,8 @@ from moe_ffn.interop.routings import sparse_modules
 from moe_ffn.kernels.select import BackendName
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import dtype_name
-from moe_ffn.runs.folder import is_run
 from moe_ffn.weights.init_from import open_model
-from moe_ffn.weights.pretrained import (
-    MODEL_CONFIG_FILE,
-    TOKENIZER_FILE,
-    distinct_tensors,
-    is_model_folder,
-)
+from moe_ffn.weights.pretrained import MODEL_CONFIG_FILE, TOKENIZER_FILE, distinct_tensors
 
 DTYPE_FLAGS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
@@ -121,15 +115,10 @@ def load(folder: Path, other: Path, options: LoadOptions, *, trust_code: bool) -
             raise wrong_base(folder, base, f", for which it lacks {adapted.missing[0]}")
         merged = adapted.model.merge_and_unload().eval()
         return replace(side, folder=folder, model=merged, is_merged=True)
-    if is_run(folder) or is_model_folder(folder):
-        side = _load_ours(folder, options, trust_code=trust_code)
-    elif is_transformers_folder(folder):
+    if is_transformers_folder(folder):
         side = _load_theirs(folder, options)
     else:
-        raise ConfigError(
-            f"'{folder}' is {kind_of(folder) or 'not there'}; give a run, a model folder of moe_ffn or of "
-            "transformers, or an adapter of peft"
-        )
+        side = _load_ours(folder, options, trust_code=trust_code)
     return replace(side, modules=_sparse_modules(side.model))
 
 
@@ -142,7 +131,8 @@ def _sparse_modules(model: nn.Module) -> dict[str, str]:
 
 def _load_ours(folder: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
     options.require_experts(get_args(BackendName))
-    decoder, tokenizer = open_model(folder, trust_code=trust_code)
+    model = open_model(folder, trust_code=trust_code)
+    decoder, tokenizer = model.decoder, model.found_tokenizer
     if options.dtype is not None:
         decoder.to(DTYPE_FLAGS[options.dtype])
     if options.experts is not None:

@@ -36,6 +36,7 @@ from moe_ffn.report.studies.comparison_tables import (
     tuning_tables,
 )
 from moe_ffn.report.studies.fits import (
+    AXIS_NAMES,
     FITS,
     Paragraphs,
     axis_name,
@@ -43,6 +44,7 @@ from moe_ffn.report.studies.fits import (
     image_over,
     lines_over,
     loss_by_all_flops,
+    size_of,
     without_seeds,
 )
 from moe_ffn.report.studies.markdown import markdown_row, markdown_table
@@ -173,14 +175,20 @@ def study_page(
 
 
 def _covered(arms: Sequence[Arm]) -> str:
-    """Return what the intervals of arms cover, and how the sentence continues."""
+    """Return sentences on what the intervals of arms cover, and what was not tried."""
     kinds = {arm.interval_over for arm in arms if arm.interval}
     kinds |= {found.over for arm in arms if (found := arm.difference) and found.interval}
+    if not kinds:
+        return "No loss has an interval; other corpora and other learning rates were not tried."
     if "seeds" not in kinds:
-        return "windows of this text, not seeds,"
-    if len(kinds) > 1:
-        return "seeds, or windows of this text for arms of one seed, not"
-    return "seeds, not"
+        covered = "windows of this text, not seeds,"
+    elif len(kinds) > 1:
+        covered = "seeds, or windows of this text for arms of one seed, not"
+    else:
+        covered = "seeds, not"
+    return (
+        f"The intervals cover only {covered} other corpora or learning rates that were not tried."
+    )
 
 
 def _short_verdict(comparison: Comparison) -> str:
@@ -313,6 +321,12 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> Para
         parts.append(_detectable(list(arms[0].losses.values())))
     axis = axis_of(study)
     if axis is not None:
+        runs = [run for arm in arms for run in arm.results]
+        if study.axis is not None and all(math.isnan(size_of(run, axis)) for run in runs):
+            raise ConfigError(
+                f"axis ({axis}): no run has such a positive number; give a dotted option, such as "
+                f"model.d_model, or {', '.join(AXIS_NAMES)}"
+            )
         title = f"Final loss against {axis_name(axis)}"
         lines = lines_over(arms, axis)
         parts.append(image_over(page.image, "axis", lines, axis_name(axis), title))
@@ -365,10 +379,8 @@ def _tuning(page: StudyPage, comparison: Comparison) -> Paragraphs:
     """Return the losses over the values of each tuned option, and the arms whose best value is at an end."""
     parts: list[str] = []
     for tuned, table in zip(comparison.tuning, tuning_tables(comparison), strict=True):
-        ends = (tuned.values[0], tuned.values[-1])
-        at_an_end = [name for name, best in tuned.best.items() if best in ends]
-        if at_an_end:
-            arms = ", ".join(at_an_end)
+        if tuned.at_an_end:
+            arms = ", ".join(tuned.at_an_end)
             parts.append(f"The best value is the lowest or highest that was tried: {arms}.")
         if any(tuned.losses.values()):
             name = f"tuning-{tuned.option.rpartition('.')[2]}"

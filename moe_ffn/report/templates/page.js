@@ -90,7 +90,7 @@
     document.documentElement.dataset.drawn = colours;
   }
 
-  // Choices, open sections and scroll position, restored after a reload.
+  // Choices, scroll position, and sections that the reader opened or closed, restored after a reload.
   const memory = `report of ${location.pathname}`;
   function recall() {
     try {
@@ -99,9 +99,13 @@
       return {};
     }
   }
+  const sections = [...document.querySelectorAll("details")];
+  const asWritten = new Map(sections.map((d) => [d, d.open]));
+  const titleOf = (d) => d.querySelector("summary").textContent;
   function remember() {
     try {
-      const open = [...document.querySelectorAll("details")].map((d) => d.open);
+      const changed = sections.filter((d) => d.open !== asWritten.get(d));
+      const open = Object.fromEntries(changed.map((d) => [titleOf(d), d.open]));
       sessionStorage.setItem(memory, JSON.stringify({ chosen, open, scroll: scrollY }));
     } catch {
       // Without storage, the page starts at the top.
@@ -162,10 +166,8 @@
       select.value = String(number);
     }
   }
-  if (before.open) {
-    document.querySelectorAll("details").forEach((d, n) => {
-      if (n in before.open) d.open = before.open[n];
-    });
+  for (const d of sections) {
+    d.open = (before.open || {})[titleOf(d)] ?? d.open;
   }
   drawAll().then(() => {
     if (before.scroll) scrollTo(0, before.scroll);

@@ -64,7 +64,7 @@ class TrainingRun:
         """Last saved checkpoint and the command that resumes the run, as a sentence."""
         step = self.callbacks.checkpoints.last_saved_step
         saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
-        return f"{saved}; resume with: {command('train')} --resume {self.folder}"
+        return f"{saved}; resume with: {command('train', '--resume', self.folder)}"
 
 
 @contextmanager
@@ -144,9 +144,9 @@ def finish(run: TrainingRun) -> None:
     if callbacks.checkpoints.lacks_best:
         incomplete.append(f"{run_folder.CHECKPOINTS_FOLDER}/{BEST_NAME}")
     if failure:
-        failure += f"; fix that, then: {command('train')} --resume {folder}"
+        failure += f"; fix that, then: {command('train', '--resume', folder)}"
     elif not has_page:
-        failure = f"the page is not written; fix that, then: {command('report')} {folder}"
+        failure = f"the page is not written; fix that, then: {command('report', folder)}"
     elif incomplete:
         failure = f"could not write the last entries of {', '.join(incomplete)}"
     if failure:

@@ -31,7 +31,7 @@ from moe_ffn.runs.train.teacher import announce_teacher, read_teacher
 from moe_ffn.runs.validate import require_valid
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.sampling import run_prompt
-from moe_ffn.weights.init_from import Source, fit_weights, read_source
+from moe_ffn.weights.init_from import OpenModel, fit_weights, read_source
 
 
 def run_training(config: TrainConfig, resume: Resume | None = None) -> Path:
@@ -104,13 +104,13 @@ def run_training(config: TrainConfig, resume: Resume | None = None) -> Path:
     return folder
 
 
-def read_initial_weights(config: TrainConfig) -> Source | None:
+def read_initial_weights(config: TrainConfig) -> OpenModel | None:
     """Read the weights of `init_from`; None if it is not set."""
     return None if config.init_from is None else read_source(config.init_from, "init_from")
 
 
 def load_initial_weights(
-    source: Source | None, data: PreparedData, module: LanguageModel, console: Console
+    source: OpenModel | None, data: PreparedData, module: LanguageModel, console: Console
 ) -> None:
     """Replace the random weights of a model by the weights of `init_from`, if it is set."""
     if source is not None:
@@ -131,8 +131,8 @@ def announce_resume_point(
     """Find and print the step at which the run resumes, without changing a file; ConfigError if it cannot."""
     custom_code.warn_if_code_changed(resume.folder)
     check_documents(resume.folder, data.documents)
-    max_steps = resume.config.trainer.max_steps
-    start = find_resume_point(resume.folder, resume.saved, data, module, max_steps)
+    trainer = resume.config.trainer
+    start = find_resume_point(resume.folder, resume.saved, data, module, trainer)
     console.print(start.describe(resume.folder))
     for key, (before, now) in resume.changes.items():
         console.print(f"{key} is {json.dumps(now)} now (was {json.dumps(before)})")

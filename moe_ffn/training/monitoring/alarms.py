@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.metrics.functional import max_violation
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
 from moe_ffn.training.monitoring.json_lines import Alarm
@@ -242,8 +241,6 @@ class AlarmRules(Checkpointed):
             yield "dead_experts", message
         k = values["experts_per_token"].item() - num_always
         chosen = load[: len(load) - num_always]
-        if num_always:
-            violation = max_violation(values["load"][: len(chosen)]).item()
         if violation > (limit := limits.max_violation(len(chosen), k)):
             busiest = max(range(len(chosen)), key=chosen.__getitem__)
             share = f"expert {busiest} takes {load[busiest]:.0%} of the pairs"

@@ -100,13 +100,14 @@ class StepLogger(Checkpointed, Callback):
         """Mean tokens per second so far, without validations."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
-    def not_judged(self) -> list[str]:
+    def not_judged(self, *, is_routed: bool) -> list[str]:
         """Return one sentence for each kind of alarm that needs more steps than this run has."""
-        return self.rules.not_judged(self.last_row_step, is_routed=bool(self.last_routing))
+        return self.rules.not_judged(self.last_row_step, is_routed=is_routed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
         self.num_skipped = pl_module.guard.num_skipped  # restored from the checkpoint
+        self._clock = time.perf_counter()  # also for a validation of a run without steps left
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock = time.perf_counter()
@@ -175,7 +176,9 @@ class StepLogger(Checkpointed, Callback):
     def _values(self, trainer: Trainer, module: LanguageModel) -> LoggedRow:
         step = trainer.global_step
         num_steps = step - self.last_row_step
-        self.last_routing = self._routing.close(step, num_steps, module, trainer.world_size)
+        layout = module.layout
+        num_ranks = layout.expert if layout.expert > 1 else trainer.world_size
+        self.last_routing = self._routing.close(step, num_steps, module, num_ranks)
         return {
             **self._window.means(trainer),
             "train/tokens": self.total_tokens,

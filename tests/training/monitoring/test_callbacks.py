@@ -23,6 +23,7 @@ from moe_ffn.training.monitoring.callbacks import SampleLog
 from moe_ffn.training.monitoring.hardware import peak_memory
 from moe_ffn.training.monitoring.row_sums import RoutingRowSums, routing_row
 from moe_ffn.training.objective import Objective
+from moe_ffn.training.parallel.layout import Layout
 from tests.helpers.fitted import Fault, Fit, Fitted, MakeConfig
 
 MOE = {"ffn": {"type": "moe", "num_experts": 4}}
@@ -128,6 +129,46 @@ def test_tokens_of_all_ranks_are_counted(
     assert steps.total_tokens == 2 * 64
 
 
+@pytest.mark.parametrize(
+    ("layout", "experts_per_rank"),
+    [(Layout(data=2, expert=2), 2), (Layout(shard=4), 1), (Layout(data=4), 1)],
+    ids=["data and expert", "shard", "data"],
+)
+def test_the_imbalance_of_ranks_is_of_those_that_divide_the_experts(
+    make_config: MakeConfig,
+    prepared: PreparedData,
+    tmp_path: Path,
+    layout: Layout,
+    experts_per_rank: int,
+) -> None:
+    config = make_config(model=MOE)
+    steps, module = (
+        make_callbacks(config, prepared, tmp_path).steps,
+        build_module(config, prepared),
+    )
+    module.layout = layout
+    ids = torch.arange(64).view(4, 16)
+    batch = LoadedBatch(index=0, input_ids=ids, target_ids=ids)
+    module.batch_at = lambda _: batch
+    trainer: Any = SimpleNamespace(
+        world_size=4,
+        global_step=1,
+        max_steps=1,
+        accumulate_grad_batches=1,
+        is_global_zero=False,
+        loggers=[],
+        lightning_module=module,
+        strategy=SimpleNamespace(reduce=lambda value, reduce_op: value),
+    )
+
+    steps.on_train_batch_end(trainer, module, module.training_step(batch, 0), batch, 0)
+
+    found = steps.last_routing["layer_00"]
+    of_ranks = found["load"].view(-1, experts_per_rank).sum(1)
+    expected = len(of_ranks) * of_ranks.max().item() - 1
+    assert found["rank_max_violation"].item() == pytest.approx(expected)
+
+
 def test_a_row_resumed_on_two_ranks_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = torch.tensor([[0.1, 0.7], [0.3, 1.9]]), torch.tensor([[1.1, 0.01], [0.6, 0.3]])
     unbroken, first, second = ([callbacks._LossRowSums() for _ in range(2)] for _ in range(3))
@@ -201,6 +242,21 @@ def test_a_resumed_run_continues_its_counts(
         steps = fitted.watchers.steps
         assert steps.tokens_per_second == pytest.approx(6 * 64 / (6 + 2 * 0.5))
         assert (steps.num_skipped, steps.alarm_log.num_alarms) == (1, 1)
+
+
+def test_a_run_resumed_at_its_last_step_counts_only_its_validation(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock, end = Clock(monkeypatch), tmp_path / "end.ckpt"
+    unbroken = fit(clock, SaveAt(6, end))
+    clock.now += 1e6  # until somebody resumes it
+
+    resumed = fit(clock, resume_from=end)
+    data = make_token_data(resumed.config, resumed.data)
+    resumed.trainer.validate(resumed.module, datamodule=data, verbose=False)
+
+    seconds = unbroken.watchers.steps.validation_seconds
+    assert resumed.watchers.steps.validation_seconds == pytest.approx(seconds)
 
 
 def test_callbacks_receive_detached_outputs(moe_fit: Fitted) -> None:
