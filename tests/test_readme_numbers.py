@@ -82,8 +82,8 @@ def first_steps() -> list[float]:
     """The losses of the default model's first steps on LICENSE, by a loop without a run around it."""
     losses: list[float] = []
 
-    def recorded(*given: Any) -> Objective:
-        found = objective(*given)
+    def recorded(*given: Any, **options: Any) -> Objective:
+        found = objective(*given, **options)
         losses.append(found.cross_entropy.item())
         return found
 
