@@ -89,8 +89,8 @@ ONLY_PLACES = {
         "moe_ffn/training/distillation.py",
     },
     "transformers": {
-        "moe_ffn/interop/hf_kernels.py",
-        "moe_ffn/interop/hf_models.py",
+        "moe_ffn/interop/kernels.py",
+        "moe_ffn/interop/live_models.py",
         "moe_ffn/interop/swap.py",
         "moe_ffn/interop/trainer.py",
         "experiments/benchmark",

@@ -25,7 +25,7 @@ from moe_ffn.ffn.networks import hidden_units
 from moe_ffn.report.trace import trace_text
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.gather import gather
-from moe_ffn.weights.init_from import open_model
+from moe_ffn.weights.open_model import open_model
 
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER.parent / "studies"

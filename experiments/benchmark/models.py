@@ -18,7 +18,7 @@ from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED, PEERS,
 from experiments.benchmark.session import Candidate, Session
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.ffn.moe import MoEConfig
-from moe_ffn.interop.hf_kernels import NAME, register
+from moe_ffn.interop.kernels import NAME, register
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.timing import Training

@@ -37,7 +37,7 @@ from moe_ffn.config.errors import ConfigError, command, first_line
 from moe_ffn.config.trust import accepting_code
 from moe_ffn.interop.audit import audit
 from moe_ffn.interop.audit.findings import LOADING, AuditReport, Finding, Verdict, places
-from moe_ffn.interop.hf_models import (
+from moe_ffn.interop.live_models import (
     ADAPTER_CONFIG,
     base_of_adapter,
     encode_utf8,
@@ -52,7 +52,7 @@ from moe_ffn.report.html import render
 from moe_ffn.report.inspect.text import text_of_run
 from moe_ffn.runs.texts import read_text_bytes
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.weights.init_from import open_model
+from moe_ffn.weights.open_model import open_model
 from moe_ffn.weights.pretrained import require_known_ids
 
 STYLES: dict[Verdict, str] = {"fail": "bold red", "warn": "yellow", "pass": "green", "skip": "dim"}

@@ -23,7 +23,8 @@ from moe_ffn.hf.to_transformers import export_transformers, require_absent
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import dtype_name
 from moe_ffn.runs.folder import is_run
-from moe_ffn.weights.init_from import export_report, read_source
+from moe_ffn.weights.init_from import export_report
+from moe_ffn.weights.open_model import read_source
 from moe_ffn.weights.pretrained import (
     is_model_folder,
     load_tokenizer,

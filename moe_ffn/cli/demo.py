@@ -18,7 +18,7 @@ from moe_ffn.cli.parser import Parser, page_file, text_from_flag, write_output
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.report.trace import trace_text
 from moe_ffn.report.trace_view import page, table
-from moe_ffn.weights.init_from import open_model
+from moe_ffn.weights.open_model import open_model
 
 MODEL = Path(__file__).parent / "demo_model"
 """Model folder; its README.md is the card of the model."""

@@ -58,7 +58,7 @@ from moe_ffn.runs.texts import prepare_data, tokens_of_path
 from moe_ffn.training.distillation import ANSWERS_SUFFIX, StoredAnswers, digests_of, write_answers
 from moe_ffn.training.evaluation import Evaluation, StridedBatches, evaluate, top_answers
 from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.weights.init_from import OpenModel, open_model, sha256_of_weights
+from moe_ffn.weights.open_model import OpenModel, open_model, sha256_of_weights
 from moe_ffn.weights.pretrained import is_model_folder, naming_failures
 
 _DATA_CONFIG_KEYS = ("corpus", "validation_percent", "validation_tokens", "cache_dir")

@@ -31,7 +31,7 @@ from moe_ffn.report.trace_view import table
 from moe_ffn.runs.folder import SAMPLES_FILE
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, encode_text, stream_texts
-from moe_ffn.weights.init_from import open_model
+from moe_ffn.weights.open_model import open_model
 
 log = logging.getLogger(__name__)
 

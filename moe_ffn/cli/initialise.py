@@ -18,8 +18,9 @@ from moe_ffn.cli.parser import Parser
 from moe_ffn.config.errors import ConfigError, command
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.weights import InitialiserConfig, UpcycleConfig
-from moe_ffn.weights.init_from import export_report, read_source
+from moe_ffn.weights.init_from import export_report
 from moe_ffn.weights.initialiser import CalibrationConfig
+from moe_ffn.weights.open_model import read_source
 from moe_ffn.weights.pretrained import require_replaceable, save_pretrained
 
 _NUM_COMPARED = 8

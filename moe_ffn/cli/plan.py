@@ -20,7 +20,7 @@ from moe_ffn.config.numbers import compact
 from moe_ffn.runs.budget import Budget
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, LayoutPlan, plan_layouts
-from moe_ffn.weights.init_from import model_of_source
+from moe_ffn.weights.open_model import model_of_source
 
 MAX_RANKS = 2**16
 MAX_TOO_LARGE = 3

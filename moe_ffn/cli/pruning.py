@@ -22,8 +22,8 @@ from moe_ffn.data.prepare import validation_batches
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.evaluation import evaluate
 from moe_ffn.weights import MergeConfig, PruneConfig
-from moe_ffn.weights.init_from import read_source
 from moe_ffn.weights.initialiser import CalibrationConfig
+from moe_ffn.weights.open_model import read_source
 
 Method = Literal["reap", "frequency", "random", "merge"]
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from moe_ffn.cli.parser import Parser, layer_numbers, page_file, text_from_flag, write_output
 from moe_ffn.config.errors import command
 from moe_ffn.ffn.base import layer_number
-from moe_ffn.interop.hf_models import is_transformers_folder, route_text
+from moe_ffn.interop.live_models import is_transformers_folder, route_text
 from moe_ffn.report.trace import (
     Prediction,
     TextTrace,
@@ -25,7 +25,7 @@ from moe_ffn.report.trace import (
     visits_by_layer,
 )
 from moe_ffn.report.trace_view import page, table
-from moe_ffn.weights.init_from import open_model
+from moe_ffn.weights.open_model import open_model
 
 
 def main(argv: Sequence[str]) -> int:

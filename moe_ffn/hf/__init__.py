@@ -1,4 +1,6 @@
-"""Architectures of transformers: their options, weights and blocks in ours, and back; files of llama.cpp.
+"""Formats of transformers, and files of llama.cpp: options, weights and blocks in ours, and back.
+
+Nothing here needs transformers; what runs with its live models is in `moe_ffn.interop`.
 
 families.py      models as a whole: one entry each
 options.py       options of a `config.json` in ours

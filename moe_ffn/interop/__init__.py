@@ -4,8 +4,8 @@ routings.py     `watch`: routings of a model while it runs
 replaying.py    `replay`: a model that routes as recorded
 audit/          checks of a sparse model, for `moe-ffn audit`
 diff/           the first place where two models differ, for `moe-ffn diff`
-hf_kernels.py   our kernels inside transformers
-hf_models.py    models and tokenizers of transformers, loaded
+kernels.py      our kernels inside transformers
+live_models.py  models and tokenizers of transformers, loaded by it
 swap.py         other blocks in a model of transformers
 trainer.py      metrics of routing, for its Trainer
 adapters.py     experts of peft's LoRA in our kernels
@@ -18,7 +18,7 @@ from moe_ffn.config import lazy_names
 
 if TYPE_CHECKING:
     from moe_ffn.interop.adapters import fuse_adapters
-    from moe_ffn.interop.hf_kernels import kernels_in_use, register
+    from moe_ffn.interop.kernels import kernels_in_use, register
     from moe_ffn.interop.replaying import read_experts, replay
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _LAZY = {
     "RoutingCallback": "moe_ffn.interop.trainer",
     "fuse_adapters": "moe_ffn.interop.adapters",
-    "kernels_in_use": "moe_ffn.interop.hf_kernels",
+    "kernels_in_use": "moe_ffn.interop.kernels",
     "read_experts": "moe_ffn.interop.replaying",
-    "register": "moe_ffn.interop.hf_kernels",
+    "register": "moe_ffn.interop.kernels",
     "replay": "moe_ffn.interop.replaying",
     "swap_ffn": "moe_ffn.interop.swap",
     "watch": "moe_ffn.interop.routings",

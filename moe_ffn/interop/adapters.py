@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config.errors import ConfigError
 from moe_ffn.experts.matrices import MatrixExperts
-from moe_ffn.interop.hf_kernels import NAME, implementation_of
+from moe_ffn.interop.kernels import NAME, implementation_of
 from moe_ffn.interop.routings import is_experts
 from moe_ffn.kernels.base import ADAPTERS
 

@@ -16,7 +16,7 @@ from moe_ffn.experts import ExpertsConfig
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.dense import DenseConfig, GatedConfig
 from moe_ffn.ffn.moe import MoEConfig
-from moe_ffn.interop.hf_kernels import activation_of
+from moe_ffn.interop.kernels import activation_of
 from moe_ffn.kernels.activations import GATE_ACTIVATIONS, GatedType
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """Model folders, and models that are made from trained models.
 
 pretrained.py        model folders of this project: write, check and read
-init_from.py         a trained model, opened from a model folder or a run; a run that starts from its weights
+open_model.py        a trained model, opened from a model folder or a run
+init_from.py         a run that starts from the weights of a trained model
 initialiser.py       a model made from trained models without training: upcycle.py (upcycle, mix), carve.py,
                      prune.py (prune, merge); compared in `docs/howto/initialise.md`
 """

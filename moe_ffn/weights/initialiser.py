@@ -23,7 +23,7 @@ from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.ffn.moe import MoEConfig, MoEFFN
 from moe_ffn.model.decoder import Decoder, DecoderConfig, DecoderLayer
 from moe_ffn.outputs import TokenContext
-from moe_ffn.weights.init_from import OpenModel
+from moe_ffn.weights.open_model import OpenModel
 
 _BATCH_SIZE = 8
 

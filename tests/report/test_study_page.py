@@ -554,7 +554,8 @@ def test_only_arms_of_the_same_budget_share_a_table(tmp_path: Path) -> None:
     assert found[both][2] == "4"
     assert "no other arm has their budget: 2 of b." in page
     assert page.splitlines()[2].startswith(
-        "**At 1 of 1 budgets, a sparse block has a significantly lower loss than the best dense block that was trained**"
+        "**At 1 of 1 budgets, a sparse block has a significantly lower loss than the best dense block "
+        "that was trained**"
     )
 
 

@@ -16,8 +16,9 @@ from moe_ffn.config.yaml_files import to_yaml
 from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.weights.init_from import fit_weights, open_model, read_source
+from moe_ffn.weights.init_from import fit_weights
 from moe_ffn.weights.initialiser import CalibrationConfig
+from moe_ffn.weights.open_model import open_model, read_source
 from tests.helpers.tiny_runs import trained
 
 LENGTH = 16

@@ -21,7 +21,7 @@ from moe_ffn.ffn.dispatch import plan_of_pairs
 from moe_ffn.interop.audit.findings import KERNELS, PRECISION, Finding
 from moe_ffn.interop.audit.layers import SparseLayer
 from moe_ffn.interop.audit.probe import Probe, mode
-from moe_ffn.interop.hf_kernels import implementation_of, weights_of
+from moe_ffn.interop.kernels import implementation_of, weights_of
 from moe_ffn.interop.routings import is_experts
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.metrics.functional import chosen_experts

@@ -19,8 +19,8 @@ from moe_ffn.experts.matrices import MatrixExperts
 from moe_ffn.ffn.base import short_name
 from moe_ffn.hf.from_transformers import load_transformers
 from moe_ffn.interop.diff.difference import TensorDifference
-from moe_ffn.interop.hf_kernels import register
-from moe_ffn.interop.hf_models import (
+from moe_ffn.interop.kernels import register
+from moe_ffn.interop.live_models import (
     base_of_adapter,
     encode_utf8,
     is_adapter_folder,
@@ -36,7 +36,7 @@ from moe_ffn.interop.routings import sparse_modules
 from moe_ffn.kernels.select import BackendName
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import dtype_name
-from moe_ffn.weights.init_from import open_model
+from moe_ffn.weights.open_model import open_model
 from moe_ffn.weights.pretrained import MODEL_CONFIG_FILE, TOKENIZER_FILE, distinct_tensors
 
 DTYPE_FLAGS = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}

@@ -31,7 +31,8 @@ from moe_ffn.runs.train.teacher import announce_teacher, read_teacher
 from moe_ffn.runs.validate import require_valid
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.sampling import run_prompt
-from moe_ffn.weights.init_from import OpenModel, fit_weights, read_source
+from moe_ffn.weights.init_from import fit_weights
+from moe_ffn.weights.open_model import OpenModel, read_source
 
 
 def run_training(config: TrainConfig, resume: Resume | None = None) -> Path:

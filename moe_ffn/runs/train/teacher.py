@@ -11,7 +11,7 @@ from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.memory import check_fits
 from moe_ffn.training.distillation import DecoderTeacher, DistillConfig, StoredAnswers, Teacher
 from moe_ffn.training.recovery.guard import nonfinite_name
-from moe_ffn.weights.init_from import read_source, sha256_of_weights
+from moe_ffn.weights.open_model import read_source, sha256_of_weights
 
 
 def read_answers(config: TrainConfig, data: PreparedData, distill: DistillConfig) -> StoredAnswers:

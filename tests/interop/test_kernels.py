@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_ffn import ConfigError, DenseConfig
 from moe_ffn.interop import kernels_in_use, register, swap_ffn, watch
-from moe_ffn.interop.hf_kernels import weights_of
+from moe_ffn.interop.kernels import weights_of
 from moe_ffn.kernels.activations import ClampedGate
 from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_ffn.config.errors import ConfigError, first_line, import_optional, show
 from moe_ffn.config.files import kind_of, read_object
 from moe_ffn.data.tokenizer import bytes_of_token
-from moe_ffn.interop.hf_kernels import NEED_TRANSFORMERS
+from moe_ffn.interop.kernels import NEED_TRANSFORMERS
 from moe_ffn.interop.routings import is_experts, routing_modules, watch
 from moe_ffn.outputs import Routing
 from moe_ffn.weights.pretrained import (
