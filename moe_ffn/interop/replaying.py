@@ -29,7 +29,6 @@ from moe_ffn.interop.routings import (
     sparse_modules,
 )
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.top_k import BaseTopKRouter
 
 Record = Any
 """Recorded experts: a mapping from layers to ids or routings, the passes of `watch`, or an array; see
@@ -142,14 +141,6 @@ class _Replay:
             raise ConfigError(
                 f"replay: {name} has {x.shape[:-1].numel()} tokens, but the record has {len(given)}"
             )
-        router = block.routers()[OWN_ROUTING]
-        if isinstance(router, BaseTopKRouter):  # others may list any number
-            num_given, num_listed = given.shape[1], router.k + router.config.num_always
-            if num_given != num_listed:
-                raise ConfigError(
-                    f"replay: {name} has {num_listed} experts for each of {len(given)} tokens, but the "
-                    f"record has {num_given}; give the record of this model"
-                )
         if bool((given < 0).any()):
             with torch.no_grad():
                 own = block.forward(x, context).routings[OWN_ROUTING].expert_ids_N.view_as(given)

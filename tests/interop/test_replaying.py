@@ -304,15 +304,6 @@ def test_a_record_of_something_else_is_rejected(experts: Any, message: str) -> N
     assert not any(getattr(module, kind) for module in model.modules() for kind in kinds)
 
 
-@pytest.mark.parametrize("num_given", [1, 2, 4])
-def test_our_blocks_take_as_many_experts_as_their_router_lists(num_given: int) -> None:
-    model = ours(num_always=1)
-    ids = torch.arange(num_given).expand(12, num_given)
-    message = f"layer_01 has 3 experts for each of 12 tokens, but the record has {num_given};"
-    with pytest.raises(ConfigError, match=message), replay(model, {"layer_01": ids}):
-        model(IDS_BS)
-
-
 def test_a_router_that_cannot_replay_is_named() -> None:
     model = ours()
     model.layers[1].ffn.router.replays = False
