@@ -323,16 +323,8 @@ def lookup(options: Mapping[str, Any], path: str) -> Any:
 # -- merging
 
 
-WHOLE = frozenset({"max_time"})
-"""Options whose mapping is a single value, such as the duration `{hours: 2}`."""
-
-
-def merge(
-    base: Mapping[str, Any], update: Mapping[str, Any], whole: frozenset[str] = WHOLE
-) -> dict[str, Any]:
-    """Merge `update` into `base`, mapping by mapping. A mapping of another `type` replaces the old one, and a
-    mapping of an option in `whole` does too.
-    """
+def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `update` into `base`, mapping by mapping; a mapping of another `type` replaces the old one."""
     merged = dict(base)
     for key, new in update.items():
         old = _as_options(merged.get(key)) if isinstance(new, Mapping | str) else None
@@ -343,8 +335,7 @@ def merge(
             merged[key] = merged[key] if new == old.get("type") else new
         else:
             is_other_type = "type" in old and new.get("type", old["type"]) != old["type"]
-            is_replaced = is_other_type or key in whole
-            merged[key] = new if is_replaced else merge(old, new, whole)
+            merged[key] = new if is_other_type else merge(old, new)
     return merged
 
 
@@ -354,10 +345,9 @@ def nest_options(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """
     result: dict[str, Any] = {}
     for path, value in sorted(options, key=lambda option: option[0].count(".")):
-        *sections, _ = keys = path.split(".")
-        for key in reversed(keys):
+        for key in reversed(path.split(".")):
             value = {key: value}
-        result = merge(result, value, WHOLE.difference(sections))
+        result = merge(result, value)
     return result
 
 

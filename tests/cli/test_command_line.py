@@ -48,11 +48,6 @@ MERGES = {
         "{max_time: {hours: 2}}",
         "{max_time: {hours: 2}}",
     ),
-    "a duration replaces another one": (
-        "{trainer: {max_time: {hours: 2}, max_steps: 9}}",
-        "{trainer: {max_time: {minutes: 30}}}",
-        "{trainer: {max_time: {minutes: 30}, max_steps: 9}}",
-    ),
     "options over a path with a colon": (
         "{f: '/a:b/my.py:Own'}",
         "{f: {d_ff: 64}}",
@@ -126,14 +121,6 @@ def test_no_way_to_swap_the_block_and_no_order_loses_an_option(argv: list[str]) 
     wanted = TrainConfig.model_validate({"model": {"ffn": {"type": "swiglu", "d_ff": 64}}})
     assert parse(*argv, "--model.ffn.d_ff", "64") == wanted
     assert parse("--model.ffn.d_ff", "64", *argv) == wanted
-
-
-def test_a_duration_on_the_command_line_replaces_that_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("trainer: {max_time: {hours: 2}}\n")
-    argv = ("--config", str(tmp_path / "mine.yaml"), "--trainer.max_time")
-    assert parse(*argv, "{minutes: 30}").trainer.max_time == {"minutes": 30}
-    parts = parse(*argv, "{hours: 1}", "--trainer.max_time.minutes", "30").trainer.max_time
-    assert parts == {"hours": 1, "minutes": 30}
 
 
 # -- values
