@@ -188,8 +188,8 @@ def _read(args: Any, folder: Path, overrides: Mapping[str, Any]) -> tuple[OpenMo
             f"'{folder}' has model.causal (false), but no masked fraction (objective.masked_fraction); give "
             "the run that it comes from"
         )
-    dtypes = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
-    model.decoder.to(args.device, dtypes.get(model.precision))
+    dtypes = {"bf16-true": torch.bfloat16, "16-true": torch.float16}  # of a run, stored as float32
+    model.decoder.to(args.device, None if model.run is None else dtypes.get(model.precision))
     return model, data_config(model, args.data, overrides)
 
 

@@ -241,7 +241,8 @@ class TaggedConfig(Config, frozen=True):
                 # Report only this mistake: the options belong to another class.
                 tags = " or ".join(map(repr, own_tags))
                 message = f"must be one of {tags}, got {show(tag)}"
-                if isinstance(tag, str) and ":" in tag:
+                is_ours = cls.__module__.startswith("moe_ffn.")
+                if isinstance(tag, str) and ":" in tag and not is_ours:
                     message += f"; annotate `type: str` in {cls.__name__} to use its import path"
                 raise errors_at(cls, {"type": message}, data)
             return cls

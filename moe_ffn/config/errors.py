@@ -165,7 +165,7 @@ def reading(path: Path) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def prefix_errors(prefix: str = "method.") -> Iterator[None]:
+def prefix_errors(prefix: str) -> Iterator[None]:
     """Prefix the option in a ConfigError, so that it reads as the user typed it."""
     try:
         yield

@@ -87,7 +87,7 @@ class CarveConfig(BlockInitialiserConfig, frozen=True):
             "experts": {**options, "d_ff": size},
             "shared_expert": shared and {k: v for k, v in shared.items() if k != "backend"},
         }
-        with prefix_errors():
+        with prefix_errors("method."):
             return validate(MoEConfig, given)
 
 

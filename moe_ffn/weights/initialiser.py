@@ -174,9 +174,10 @@ def resized_layers(decoder: Decoder, num_experts: int) -> dict[int, tuple[FFNCon
         try:
             smaller = validate(type(config), options)
         except ConfigError as error:
-            problem, _, _ = str(error).rpartition("; ")  # its advice is for training
+            text = str(error)
+            problem = text.rpartition("; ")[0] or text  # its advice is for training
             raise ConfigError(
-                f"method.num_experts ({num_experts}), layer {layer}: {problem}; keep more experts"
+                f"method.num_experts ({num_experts}), layer {layer}: {problem}; keep another number"
             ) from error
         resized[layer] = smaller, cast("MoEFFN", block)
     if not resized:

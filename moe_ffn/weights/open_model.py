@@ -41,10 +41,11 @@ class OpenModel:
     @property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the model; raises ConfigError if the folder has none, or that of another model."""
-        if self.found_tokenizer is None:
-            raise no_tokenizer(self.folder)
-        last_id = self.found_tokenizer.vocab_size - 1
-        require_known_ids([last_id], self.decoder.embedding.num_embeddings, self.folder)
+        with prefix_errors(self.option and f"{self.option}: "):
+            if self.found_tokenizer is None:
+                raise no_tokenizer(self.folder)
+            last_id = self.found_tokenizer.vocab_size - 1
+            require_known_ids([last_id], self.decoder.embedding.num_embeddings, self.folder)
         return self.found_tokenizer
 
     @property
@@ -90,14 +91,16 @@ class OpenModel:
                 )
 
 
-def open_model(folder: Path, *, trust_code: bool = False) -> OpenModel:
+def open_model(
+    folder: Path, *, trust_code: bool = False, wanted: str = "a model or of a run"
+) -> OpenModel:
     """Load a model folder, or the best weights of a run; ConfigError if the folder is neither, is damaged, or
     names untrusted code.
     """
     if is_model_folder(folder):
         decoder = load_pretrained(folder, trust_code=trust_code)
         return OpenModel(folder, decoder, find_tokenizer(folder))
-    check_is_run(folder, "a model or of a run")
+    check_is_run(folder, wanted)
     run = load_run(folder, trust_code=trust_code)
     return OpenModel(folder, run.model, run.tokenizer, run)
 

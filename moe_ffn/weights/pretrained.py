@@ -30,7 +30,6 @@ from moe_ffn.config.files import (
     split_into_files,
     write_file,
 )
-from moe_ffn.config.import_path import is_custom_class
 from moe_ffn.config.process_memory import memory_errors_as_config_errors
 from moe_ffn.config.trust import accepting_code, only_trusted_code
 from moe_ffn.config.yaml_files import read_config
@@ -99,8 +98,7 @@ def save_pretrained(
             "torch.save: its state_dict(), and the options of its blocks"
         )
     for name, info in decoder.config.router_infos().items():
-        if not is_custom_class(type(info.router)):
-            _require_readable(name, info.router)
+        _require_readable(name, info.router)
     write_model_folder(Path(folder), decoder, decoder.state_dict(), tokenizer)
 
 

@@ -87,7 +87,7 @@ class UpcycleConfig(InitialiserConfig, frozen=True):
                 self.router,
                 layer,
             )
-            with prefix_errors():
+            with prefix_errors("method."):
                 block = upcycle([dense], target, source.config.d_model, generator, self.redraw)
             made[layer] = target, block
         return with_blocks(source, made)
@@ -126,7 +126,7 @@ class MixConfig(InitialiserConfig, frozen=True):
                 config, d_model, num_experts, self.granularity, self.router, layer
             )
             blocks = [source_layers[layer][1] for source_layers in layers]
-            with prefix_errors():
+            with prefix_errors("method."):
                 made[layer] = target, upcycle(blocks, target, d_model, generator)
         if not made:
             raise ConfigError(
@@ -184,7 +184,7 @@ def experts_like(
         )
     options["d_ff"] //= granularity
     given = {"num_experts": num_experts, "router": router.to_dict(), "experts": options}
-    with prefix_errors():
+    with prefix_errors("method."):
         return validate(MoEConfig, given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -15,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+import moe_ffn
 from moe_ffn.cli.evaluate import with_progress
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.evaluation import StridedBatches
+from moe_ffn.training.evaluation import evaluate as evaluate_batches
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.tiny_runs import cli, run_here, trained
 
@@ -104,6 +107,25 @@ def test_a_text_its_tokens_and_the_folder_of_the_model_give_the_same_figures(
         found = figures(*argv)
         for key in ("loss", "bits_per_byte", "num_tokens", "num_bytes", "routing"):
             assert found[key] == expected[key], (argv, key)
+
+
+def test_a_model_folder_is_evaluated_in_the_dtypes_of_its_weights(
+    figures: Callable[..., dict[str, Any]], text: Path, tmp_path: Path
+) -> None:
+    """Routers may stay in float32, as an audit recommends."""
+    decoder = moe_ffn.load_pretrained(trained() / "model")
+    exact = copy.deepcopy(decoder.routers())
+    decoder.to(torch.bfloat16)
+    for name, router in decoder.routers().items():
+        router.float().load_state_dict(exact[name].state_dict())
+    tokenizer = moe_ffn.load_tokenizer(trained() / "model")
+    moe_ffn.save_pretrained(decoder, tmp_path / "model", tokenizer)
+    batches = StridedBatches(tokenizer.encode(TEXT), 16, 16, 8)
+    expected = evaluate_batches(decoder, batches, tokenizer.byte_lengths, precision="bf16-true")
+
+    found = figures(tmp_path / "model", "--data", text, "--data.batch_size", "8")
+
+    assert found["loss"] == expected.loss
 
 
 def test_a_smaller_stride_predicts_each_token_behind_more_text(

@@ -130,8 +130,9 @@ def _sparse_modules(model: nn.Module) -> dict[str, str]:
 
 
 def _load_ours(folder: Path, options: LoadOptions, *, trust_code: bool) -> ComparedModel:
+    wanted = "a run, a model or an adapter of peft"
+    model = open_model(folder, trust_code=trust_code, wanted=wanted)
     options.require_experts(get_args(BackendName))
-    model = open_model(folder, trust_code=trust_code)
     decoder, tokenizer = model.decoder, model.found_tokenizer
     if options.dtype is not None:
         decoder.to(DTYPE_FLAGS[options.dtype])
