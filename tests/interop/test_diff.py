@@ -441,7 +441,7 @@ DIFFERENT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "adapter of fewer layers": (adapter_of(num_hidden_layers=1), "for which it lacks base_model.model"),
     "adapter of other widths": (adapter_of(moe_intermediate_size=20), "size mismatch for base_model"),
     "adapter as a pickle": (without_safetensors, "has no adapter_model.safetensors; save the adapter as"),
-    "nothing": (lambda folder: folder / "x", "x' does not exist; give the folder of a run, a model or an adapter"),
+    "nothing": (lambda folder: folder / "x", "x' does not exist; give the folder of a run, a model or"),
     "no model": (lambda folder: folder.parent, "is not a run: it has no config.yaml; give the folder of a"),
 }  # fmt: skip
 
