@@ -120,7 +120,7 @@ def test_a_model_folder_is_evaluated_in_the_dtypes_of_its_weights(
         router.float().load_state_dict(exact[name].state_dict())
     tokenizer = moe_ffn.load_tokenizer(trained() / "model")
     moe_ffn.save_pretrained(decoder, tmp_path / "model", tokenizer)
-    batches = StridedBatches(tokenizer.encode(TEXT), 16, 16, 8)
+    batches = StridedBatches(tokenizer.encode(TEXT).numpy(), 16, 16, 8)
     expected = evaluate_batches(decoder, batches, tokenizer.byte_lengths, precision="bf16-true")
 
     found = figures(tmp_path / "model", "--data", text, "--data.batch_size", "8")
