@@ -168,7 +168,7 @@ def test_every_command_succeeds(
         command.replace("moe-ffn ", "moe_ffn.cli.").removeprefix("python -m ")
     )
     if module != "moe_ffn.cli.report":
-        monkeypatch.setattr("moe_ffn.report.page.report_html", no_page)
+        monkeypatch.setattr("moe_ffn.runs.train.ending.report_html", no_page)
     first: list[str] = []  # a command without which this one has nothing to work on
     shown = SHOWN.get(module, "validation loss")
     if module == "moe_ffn.cli.convert":

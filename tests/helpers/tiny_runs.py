@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.report import page
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE, SUMMARY_FILE
+from moe_ffn.runs.train import ending
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import step_name
 
@@ -145,7 +145,9 @@ def run_here(*argv: str, program: str = "experiments.train", has_page: bool = Fa
     stdout, stderr = io.StringIO(), io.StringIO()
     trains = program in ("experiments.train", "moe_ffn.cli.train")
     with (
-        patch.object(page, "report_html", page.report_html if has_page or not trains else no_page),
+        patch.object(
+            ending, "report_html", ending.report_html if has_page or not trains else no_page
+        ),
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),
         warnings.catch_warnings(),
@@ -191,7 +193,7 @@ class ForkedTraining:
             os.setsid()
             os.environ |= options["env"]
             if not self.has_page:
-                page.report_html = no_page
+                ending.report_html = no_page
             sys.stdout = sys.stderr = os.fdopen(os.dup(options["stdout"].fileno()), "w", 1)
             sys.argv = ["train", *command[command.index("train") + 1 :]]
             raise SystemExit(exit_on_bad_input(import_module("moe_ffn.cli.train").main))
