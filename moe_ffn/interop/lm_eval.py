@@ -124,16 +124,17 @@ class HarnessModel(TemplateLM):
         until = options.get("until") or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         do_sample = options.get("do_sample", float(options.get("temperature") or 0) > 0)
+        temperature = float(options.get("temperature") or 1) * bool(do_sample)
+        top_k, top_p = None, None
+        if temperature:  # a greedy task may have limits that do not matter
+            top_k = max(int(options.get("top_k") or 0), 0) or None  # -1 means all, as in vLLM
+            top_p = options.get("top_p")
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         decoding = Decoding(
             self.decoder,
             [torch.tensor(prompt[-self.max_length :], device=self._device)],
             int(options.get("max_gen_toks") or MAX_NEW_TOKENS),
-            Sampling(
-                temperature=float(options.get("temperature") or 1) * bool(do_sample),
-                top_k=max(options.get("top_k") or 0, 0) or None,  # -1 means all, as in vLLM
-                top_p=options.get("top_p"),
-            ),
+            Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
             torch.Generator(self._device).manual_seed(0),
         )
         text, new_ids = "", list[int]()

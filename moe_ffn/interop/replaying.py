@@ -232,6 +232,8 @@ def _record_of_layers(
         )
     num_layers, given = number_of_layers(model, modules), table.shape[-2]
     sparse = sparse_modules(model)
+    if not sparse:
+        raise ConfigError("replay: the model has no sparse layers; give the model of this record")
     if given not in (num_layers, len(sparse)):
         raise ConfigError(
             f"replay: the record has {given} layers, but the model has {num_layers}, of which {len(sparse)} "

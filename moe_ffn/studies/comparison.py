@@ -557,14 +557,19 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
 
 
 def _is_at_an_end(best: str, tried: Iterable[str]) -> bool:
+    for value, *column in zip(best.split(", "), *(t.split(", ") for t in tried), strict=False):
+        own, *numbers = map(_number, (value, *column))
+        known = [number for number in numbers if number is not None]  # words have no order
+        if own is not None and min(known) < max(known) and own in (min(known), max(known)):
+            return True
+    return False
+
+
+def _number(text: str) -> float | None:
     try:
-        numbers = {value: [float(part) for part in value.split(", ")] for value in tried}
-    except ValueError:  # blocks and words have no order
-        return False
-    columns = zip(numbers[best], zip(*numbers.values(), strict=True), strict=True)
-    return any(
-        min(column) < max(column) and b in (min(column), max(column)) for b, column in columns
-    )
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _tunings(results: Sequence[RunResult], arms: Sequence[str]) -> list[Tuning]:

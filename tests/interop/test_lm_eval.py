@@ -122,7 +122,7 @@ def test_a_task_may_limit_the_tokens_to_sample_from(
     decoder: Decoder, limit: dict[str, float]
 ) -> None:
     options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 2.0}
-    greedy = request("the cat", {"until": [], "max_gen_toks": 12})
+    greedy = request("the cat", {"until": [], "max_gen_toks": 12, "top_k": 2**40, "top_p": 0.0})
     limited = request("the cat", {**options, **limit})
     free = request("the cat", {**options, "top_k": -1})
     answers = HarnessModel(decoder, TOKENIZER).generate_until([greedy, limited, free])

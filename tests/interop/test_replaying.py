@@ -295,6 +295,13 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
+def test_an_array_for_a_model_without_sparse_layers_is_rejected() -> None:
+    dense = DecoderConfig.model_validate({"d_model": 16, "ffn": "dense"}).build(64, 12)
+    record = torch.zeros(12, 4, 2, dtype=torch.long)
+    with pytest.raises(ConfigError, match="no sparse layers"), replay(dense, record):
+        dense(IDS_BS)
+
+
 @pytest.mark.parametrize(("experts", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_record_of_something_else_is_rejected(experts: Any, message: str) -> None:
     model = routed("mixtral")

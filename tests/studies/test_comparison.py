@@ -530,6 +530,9 @@ def test_a_block_of_the_compared_runs_has_the_name_that_the_tuning_gives_it() ->
         ("1,0.1 2,0.1 4,0.1", "2,0.1", False),
         ("1,0 1,1 1,2 2,0 2,1 2,2 4,0 4,1 4,2", "2,2", True),
         ("1,0 1,1 1,2 2,0 2,1 2,2 4,0 4,1 4,2", "2,1", False),
+        ("cosine,0.1 cosine,0.2 constant,0.1 constant,0.2", "cosine,0.2", True),
+        ("null 0.5 1.0", "1.0", True),
+        ("null 0.5 1.0", "null", False),
     ],
 )
 def test_a_best_value_is_at_the_end_of_the_numbers_that_its_arm_tried(
