@@ -144,16 +144,16 @@ def kill_until_done(scene: Path, name: str, moments: random.Random, at_most: int
 def test_the_next_sweep_waits_for_the_runs_of_one_that_was_killed(scene: Path) -> None:
     first = start(scene, "first.txt", "--trainer.max_steps", "40")
     deadline = time.monotonic() + 60
-    while len(pids()) != 2:
+    rows = [Path("runs/gating", name, "metrics.jsonl") for name in ("dense-seed0", "moe-seed0")]
+    while not all(path.exists() for path in rows):  # so both hold their folder
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert first.pid is not None
-    kill(first.pid)
-    first.join()
-
     runs = pids()
     for number in runs:  # so that they do not end before the next sweep looks
         os.kill(number, signal.SIGSTOP)
+    assert first.pid is not None
+    kill(first.pid)
+    first.join()
 
     Path("second.txt").touch()
     second = start(scene, "second.txt", "--trainer.max_steps", "40")
